@@ -219,7 +219,7 @@ def tile_times(shape: Shape, pairs: list[tuple[Layer, Call]], count: int) -> lis
         "down": (shape.inner, lambda: [down(layer, c.a, c.rows) for layer, c in pairs]),
     }
     rows = []
-    block = packed.codes_of(shape.format).block
+    block = int(packed.codes_of(shape.format)["block"])
     background.prebuild(
         [spec for k, step in products.values() for tile in candidates(k, block) for spec in wanted(tile, step)]
     )

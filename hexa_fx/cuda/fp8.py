@@ -89,59 +89,35 @@ def _tiles(s: Tensor) -> tuple[int, int, int]:
     return s.shape[0], ceil_div(s.shape[1] // BLOCK, TILES_A_BLOCK), 1
 
 
-class _Matrices(NamedTuple):
-    """A weight as the kernel reads it: halves (lines, columns) of an expert's matrix, of strides in elements.
-
-    Args:
-        first, second: views that begin where the halves do; the second is the first of a weight that is whole.
-        lines, columns: of a half. Columns lie next to each other if anything does.
-        halves: how many, in lines and in columns: one of them is 1.
-    """
-
-    first: Tensor
-    second: Tensor
-    lines: int
-    columns: int
-    by_line: int
-    by_column: int
-    halves: tuple[int, int]
-
-
 @cuda_kernel("quantize_weight_fp8")
 def quantize_weight_fp8(o: table.QuantizeWeightFp8) -> None:
-    """Both orientations from one read, in the one that the weight lies in."""
-    w, w3 = o.w, o.w3
+    """Both orientations from one read, in the one that the weight lies in: as an expert's matrix, or turned. Gate and up are halves
+    of its lines or of its columns, of which the second may be a matrix of its own.
+    """
+    w, up = o.w, o.w3
     if not w.numel():
         return
     if o.layout == "kn":  # (E, N, K) as a view
-        w, w3 = w.transpose(1, 2), None if w3 is None else w3.transpose(1, 2)
-    if w3 is not None and w3.stride() != w.stride():
-        w, w3 = w.contiguous(), w3.contiguous()
-    turned = w.stride()[2] != 1 and w.stride()[1] == 1
-    m = _matrices(w, w3, o.glu, turned)
-    made = (o.q_t, o.s_t, o.q, o.s) if turned else (o.q, o.s, o.q_t, o.s_t)
-    pointers = {"x": m.first, "x3": m.second, **dict(zip(("q", "s", "q_t", "s_t"), made))}
-    sizes = {"by_expert": w.stride()[0], "by_line": m.by_line, "by_column": m.by_column, "lines": m.lines}
-    sizes |= {"columns": m.columns, "experts": w.shape[0], "top_k": 1}
-    sizes |= dict(zip(("line_halves", "column_halves"), m.halves))
-    grid = (ceil_div(m.columns, BLOCK) * m.halves[1], ceil_div(m.lines, BLOCK) * m.halves[0], w.shape[0])
-    _quantize("quantize_weight", w, grid, pointers, sizes, _fit(w, m), *places_of(w, w3))
-
-
-def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices:
-    """Of a weight (E, N, K). Columns of the matrices are those of the weight's K, or of its N if it is `turned`."""
-    _, by_n, by_k = w.stride()
-    n, k = w.shape[1:]
-    whole, step = glu == "none", 2 if glu == "interleaved" else 1
-    half = n if whole or glu == "split" else n // 2
-    apart = w3 is not None or parts_of(w) > 1  # the second half is a matrix of its own
-    ahead = 0 if whole or apart else by_n * (1 if glu == "interleaved" else half)
+        w, up = w.transpose(1, 2), None if up is None else up.transpose(1, 2)
+    if up is not None and up.stride() != w.stride():
+        w, up = w.contiguous(), up.contiguous()
     assert isinstance(w, Operand)
-    second = w3 if w3 is not None else w.view_of((*w.shape[:1], half, k), w.strides, w.offset + ahead)
-    count = 1 if whole else 2
-    if turned:
-        return _Matrices(w, second, k, half, by_k, step * by_n, (1, count))
-    return _Matrices(w, second, half, k, step * by_n, by_k, (count, 1))
+    (experts, n, k), (by_expert, by_n, by_k) = w.shape, w.stride()
+    halves, step = 1 if o.glu == "none" else 2, 2 if o.glu == "interleaved" else 1
+    half = n // 2 if o.glu in ("concat", "interleaved") else n
+    ahead = 0 if halves == 1 or parts_of(w) > 1 else by_n * (1 if step == 2 else half)
+    second = up if up is not None else w.view_of((experts, half, k), w.strides, w.offset + ahead)
+    lines, columns, by_line, by_column, of_lines, of_columns = half, k, step * by_n, by_k, halves, 1
+    made = dict(zip(("q", "s", "q_t", "s_t"), (o.q, o.s, o.q_t, o.s_t)))
+    if by_k != 1 and by_n == 1:  # turned
+        lines, columns, by_line, by_column, of_lines, of_columns = k, half, by_k, step * by_n, 1, halves
+        made = dict(zip(("q_t", "s_t", "q", "s"), (o.q, o.s, o.q_t, o.s_t)))
+    sizes = {"by_expert": by_expert, "by_line": by_line, "by_column": by_column, "lines": lines, "columns": columns}
+    sizes |= {"experts": experts, "top_k": 1, "line_halves": of_lines, "column_halves": of_columns}
+    grid = (ceil_div(columns, BLOCK) * of_columns, ceil_div(lines, BLOCK) * of_lines, experts)
+    low = w.data_ptr() | second.data_ptr() | (by_expert | by_line) * w.element_size()
+    fit = by_column == 1 and columns % _CHUNK == 0 and not low & 15  # of every line of both halves
+    _quantize("quantize_weight", w, grid, {"x": w, "x3": second, **made}, sizes, fit, *places_of(w, up))
 
 
 @cuda_kernel("combine_fp8")
@@ -212,12 +188,6 @@ def _quantize(
 
 def _fits(x: Tensor) -> bool:
     return aligned(x) and x.shape[1] % _CHUNK == 0
-
-
-def _fit(x: Tensor, m: _Matrices) -> bool:
-    """Whether every line of both halves begins at a multiple of 16 bytes and is whole chunks."""
-    low = m.first.data_ptr() | m.second.data_ptr() | (x.stride()[0] | m.by_line) * x.element_size()
-    return m.by_column == 1 and m.columns % _CHUNK == 0 and not low & 15
 
 
 def _converting(x: Tensor) -> int:

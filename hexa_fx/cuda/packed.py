@@ -46,35 +46,6 @@ from hexa_fx.ops.table_layers import MoeFfnSources
 from hexa_fx.ops.table_variants import EsmmActBackwardPacked, EsmmActPacked, EsmmLowRank, EsmmPacked, EsmmPackedLowRank
 
 
-class Codes(NamedTuple):
-    """What a packed weight is made of, beside the element type of its scales.
-
-    Args:
-        element: one of `hexa_fx.codegen.family_packed.ELEMENTS`.
-        block, scale_rows: values along K, and lines, that share a scale.
-        high_first: the first of a byte's two codes is its high half.
-    """
-
-    element: str
-    block: int
-    scale_rows: int
-    high_first: bool
-
-    @property
-    def per_byte(self) -> int:
-        """Values in a byte."""
-        return 2 if self.element == "code4" else 1
-
-    @property
-    def together(self) -> int:
-        """What K is a multiple of."""
-        return self.block if self.element == "code4" else family.LANE
-
-    def scales(self, lines: int, depth: int) -> int:
-        """Of an expert."""
-        return ceil_div(lines, self.scale_rows) * ceil_div(depth, self.block)
-
-
 class PackedTiles(Tiles):
     """Of packed_gemm."""
 
@@ -125,12 +96,14 @@ class PackedProduct(NamedTuple):
         return self.format.per_item * self.base.w1.shape[2]
 
 
-def codes_of(format: Streamed) -> Codes:
-    """What the kernels are told of a format."""
+def codes_of(format: Streamed) -> dict[str, Option]:
+    """What a packed weight is made of beside the element type of its scales, as options of the kernel: so many values along K
+    (``block``), and lines, share a scale; the first of a byte's two codes is its high half, or the low one.
+    """
     if isinstance(format, FourBit):
-        return Codes("code4", format.block, 1, format.high_first)
-    rows, columns = format.block
-    return Codes("int8" if format.dtype == torch.int8 else "e4m3", columns or family.MOST_DEPTH, rows, False)
+        return {"element": "code4", "block": format.block, "scale_rows": 1, "high_first": format.high_first}
+    element, (rows, columns) = "int8" if format.dtype == torch.int8 else "e4m3", format.block
+    return {"element": element, "block": columns or family.MOST_DEPTH, "scale_rows": rows, "high_first": False}
 
 
 def streamed(format: str, scales: Sequence[Tensor], layout: str) -> Streamed | None:
@@ -141,7 +114,8 @@ def streamed(format: str, scales: Sequence[Tensor], layout: str) -> Streamed | N
 
 def unsupported(o: PackedProduct) -> str:
     """Why packed_gemm does not take these operands, or should not; empty if it does."""
-    x, experts, together = o.base.x, o.base.offs.shape[0] - 1, codes_of(o.format).together
+    x, experts = o.base.x, o.base.offs.shape[0] - 1
+    together = o.format.block if isinstance(o.format, FourBit) else family.LANE
     card = planning_of(x).card if isinstance(x, Operand) else card_of(x.device.index)
     if reason := get_family(family.FAMILY).why_not_on(card.arch):
         return reason
@@ -185,13 +159,13 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     if n == 0 or inner == 0:
         return
     b1, b3 = contiguous(base.b1), contiguous(base.b3)
-    planning, of_format, depth, lines = planning_of(x), codes_of(o.format), o.depth, base.w1.shape[1]
+    planning, depth, lines = planning_of(x), o.depth, base.w1.shape[1]
     static: dict[str, Any] = {"activation": base.activation, "glu": base.glu, "bias": b1 is not None}
     spec = KernelSpec(
         family.FAMILY, "esmm", planning.card.arch, DTYPES[x.dtype], bk=family.DEPTH, gather=base.v is not None, **static
     )
     keep: dict[str, Option] = {} if (base.activation, base.glu) == ("none", "none") else {"keep_h": d is not None}
-    spec = spec.with_options(scale=_SCALES[o.scales.dtype], **of_format._asdict(), **keep)
+    spec = spec.with_options(scale=_SCALES[o.scales.dtype], **codes_of(o.format), **keep)
     rows = experts << row_bucket(n, experts)  # which is all that tiles go by
     key = ProductKey(TILES, spec, planning.card, rows, experts, depth, lines)
     pointers = {"x": x, "code": base.w1, "code2": base.w3, "scale": o.scales, "scale2": o.scales_up, "bias": b1}
@@ -199,7 +173,7 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     tile: family.PackedTile = planning.tile_of(key)
     spec = key.spec(tile)
     units = (n // family.rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, family.columns_of_tile(spec))
-    codes, scales = lines * depth // of_format.per_byte, of_format.scales(lines, depth)
+    codes, scales = base.w1.stride()[0], o.scales[0].numel()  # of an expert: they lie contiguously
     strides = {"x_stride": x.stride()[0], "code_expert": codes, "scale_expert": scales, "act_stride": inner}
     strides |= {"d_stride": 0 if d is None else d.shape[1]}
     numbers = {"rows": n, "n": inner, "k": depth, "experts": experts, "top_k": divisor(base.top_k)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations, product
 from typing import Any
 
@@ -28,8 +29,8 @@ class Activation:
 
     Args:
         name: its name in a `FfnSpec`.
-        forward: ``(h, params) -> a``; for a pair activation ``(gate, up, params) -> a``.
-        backward: ``(da, h, params) -> dh``; for a pair activation ``(da, gate, up, params) -> (dgate, dup)``.
+        forward: ``(h) -> a``; for a pair activation ``(gate, up, *params) -> a``.
+        backward: ``(da, h) -> dh``; for a pair activation ``(da, gate, up, *params) -> (dgate, dup)``.
         params: default constants.
         pair: whether it is a function of gate and up together.
         limits: whether the constants are limits, which may be equal, or infinite.
@@ -77,8 +78,8 @@ class _Limits:
         return u.add_(self.shift) if self.shift else u
 
 
-def _oai(p: Params) -> _Limits:
-    return _Limits(gate=p[1], up=p[1], alpha=p[0], shift=1.0)
+def _oai(alpha: float, limit: float) -> _Limits:
+    return _Limits(gate=limit, up=limit, alpha=alpha, shift=1.0)
 
 
 def _quick_gelu_backward(da: Tensor, h: Tensor) -> Tensor:
@@ -89,36 +90,28 @@ def _quick_gelu_backward(da: Tensor, h: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Activation] = {
     a.name: a
     for a in (
-        Activation("none", lambda h, p: h.clone(), lambda da, h, p: da.clone()),
-        Activation("relu", lambda h, p: torch.relu(h), lambda da, h, p: aten.threshold_backward.default(da, h, 0)),
-        Activation("relu2", lambda h, p: torch.relu(h).square(), lambda da, h, p: da * (2 * torch.relu(h))),
-        Activation("gelu", lambda h, p: F.gelu(h), lambda da, h, p: aten.gelu_backward.default(da, h)),
+        Activation("none", torch.clone, lambda da, h: da.clone()),
+        Activation("relu", torch.relu, lambda da, h: aten.threshold_backward.default(da, h, 0)),
+        Activation("relu2", lambda h: torch.relu(h).square(), lambda da, h: da * (2 * torch.relu(h))),
+        Activation("gelu", F.gelu, aten.gelu_backward.default),
         Activation(
-            "gelu_tanh",
-            lambda h, p: F.gelu(h, approximate="tanh"),
-            lambda da, h, p: aten.gelu_backward.default(da, h, approximate="tanh"),
+            "gelu_tanh", partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward.default, approximate="tanh")
         ),
-        Activation("silu", lambda h, p: F.silu(h), lambda da, h, p: aten.silu_backward.default(da, h)),
-        Activation(
-            "quick_gelu", lambda h, p: h * torch.sigmoid(1.702 * h), lambda da, h, p: _quick_gelu_backward(da, h)
-        ),
-        Activation(
-            "sigmoid",
-            lambda h, p: torch.sigmoid(h),
-            lambda da, h, p: aten.sigmoid_backward.default(da, torch.sigmoid(h)),
-        ),
-        Activation("tanh", lambda h, p: torch.tanh(h), lambda da, h, p: aten.tanh_backward.default(da, torch.tanh(h))),
+        Activation("silu", F.silu, aten.silu_backward.default),
+        Activation("quick_gelu", lambda h: h * torch.sigmoid(1.702 * h), _quick_gelu_backward),
+        Activation("sigmoid", torch.sigmoid, lambda da, h: aten.sigmoid_backward.default(da, torch.sigmoid(h))),
+        Activation("tanh", torch.tanh, lambda da, h: aten.tanh_backward.default(da, torch.tanh(h))),
         Activation(  # gpt-oss: alpha, limit
             "swiglu_oai",
-            lambda gate, up, p: _oai(p).forward(gate, up),
-            lambda da, gate, up, p: _oai(p).backward(da, gate, up),
+            lambda gate, up, *p: _oai(*p).forward(gate, up),
+            lambda da, gate, up, *p: _oai(*p).backward(da, gate, up),
             params=(1.702, 7.0),
             pair=True,
         ),
         Activation(  # DeepSeek-V4: the limits of gate and up, inf where there is none
             "swiglu_limited",
-            lambda gate, up, p: _Limits(*p).forward(gate, up),
-            lambda da, gate, up, p: _Limits(*p).backward(da, gate, up),
+            lambda gate, up, *p: _Limits(*p).forward(gate, up),
+            lambda da, gate, up, *p: _Limits(*p).backward(da, gate, up),
             params=(10.0, 10.0),
             pair=True,
             limits=True,
@@ -158,11 +151,11 @@ def activation_forward(h: Tensor, activation: str, glu: str, params: Params) -> 
     """a (n, I) of a pre-activation h, in h's dtype, in torch operators that autograd can differentiate."""
     act = ACTIVATIONS[activation]
     if glu == "none":
-        return act.forward(h, params)
+        return act.forward(h)
     gate, up = gate_and_up(h, glu)
     if act.pair:
-        return act.forward(gate, up, params or act.params)
-    return act.forward(gate, params) * up
+        return act.forward(gate, up, *(params or act.params))
+    return act.forward(gate) * up
 
 
 def weighted_backward(
@@ -180,19 +173,20 @@ def weighted_backward(
     """
     act = ACTIVATIONS[activation]
     if glu == "none":
-        a = act.forward(h, params)
+        a = act.forward(h)
         weighted, dots = _weigh(da, a, w)
-        return act.backward(weighted, h, params), a, dots
+        return act.backward(weighted, h), a, dots
     gate, up = gate_and_up(h, glu)
     dh = torch.empty_like(h)
     dgate, dup = gate_and_up(dh, glu)
     if act.pair:
-        a = act.forward(gate, up, params or act.params)
+        constants = params or act.params
+        a = act.forward(gate, up, *constants)
         weighted, dots = _weigh(da, a, w)
-        for grad, value in zip((dgate, dup), act.backward(weighted, gate, up, params or act.params), strict=True):
+        for grad, value in zip((dgate, dup), act.backward(weighted, gate, up, *constants), strict=True):
             grad.copy_(value)
         return dh, a, dots
-    acted = act.forward(gate, params)
+    acted = act.forward(gate)
     grad = da * acted
     if w is None:
         dots = None
@@ -203,7 +197,7 @@ def weighted_backward(
         dots = grad.mul_(up).sum(1)
         weighted = torch.mul(up, w, out=grad)
     a = acted.mul_(weighted)
-    _backward_into(act, weighted.mul_(da), gate, params, dgate)
+    _backward_into(act, weighted.mul_(da), gate, dgate)
     return dh, a, dots
 
 
@@ -223,9 +217,9 @@ _BACKWARD_INTO = {
 }
 
 
-def _backward_into(act: Activation, da: Tensor, h: Tensor, params: Params, out: Tensor) -> None:
+def _backward_into(act: Activation, da: Tensor, h: Tensor, out: Tensor) -> None:
     into = _BACKWARD_INTO.get(act.name)
     if into is None:
-        out.copy_(act.backward(da, h, params))
+        out.copy_(act.backward(da, h))
     else:
         into(da, h, out)

@@ -269,6 +269,7 @@ def formula(name: str, **kept_for: str | None) -> Callable[[F], F]:
     """Decorates the gradients of ``hexa::<name>``, as `Formula` has them."""
 
     def decorate(gradients: F) -> F:
+        assert not _RECORDS[name].defaults, "torch leaves out what is a default"
         made = FORMULAS[name] = Formula(_RECORDS[name], gradients, kept_for)
         register_autograd(name, made.backward, made.keep)
         return gradients

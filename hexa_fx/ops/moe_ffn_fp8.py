@@ -26,6 +26,7 @@ from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, padded
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops import library, moe_ffn_autograd
+from hexa_fx.ops import table_fp8 as table
 from hexa_fx.ops.activations import gate_and_up
 from hexa_fx.ops.fp8_weights import Fp8Weight, is_new, quantized
 from hexa_fx.ops.library import Kernels
@@ -33,16 +34,6 @@ from hexa_fx.ops.listed import Listed, dense, tensors_of
 from hexa_fx.ops.moe_ffn_autograd import Layer, LayerFunction
 from hexa_fx.ops.records import DENSE, Operands
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table_fp8 import (
-    QUANTIZABLE,
-    MoeFfnFp8,
-    MoeFfnFp8Backward,
-    MoeFfnFp8Forward,
-    QuantizedFfn,
-    QuantizedFfnBackward,
-    Replaced,
-    is_whole,
-)
 from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, MoeFfn, MoeFfnSources, parameters
 from hexa_fx.torch_private import (
     DispatchKeySet,
@@ -53,42 +44,42 @@ from hexa_fx.torch_private import (
 )
 
 _OPS = torch.ops.hexa
-Call = MoeFfnFp8Forward | MoeFfnFp8Backward
-Program = QuantizedFfn | QuantizedFfnBackward
+Call = table.MoeFfnFp8Forward | table.MoeFfnFp8Backward
+Program = table.QuantizedFfn | table.QuantizedFfnBackward
 
 
 def first(o: Call, transposed: bool, forward: bool = True) -> Fp8Weight:
     """The first projection, gate and up in one. transposed, forward: as for `quantized`."""
-    if isinstance(o, MoeFfnFp8) and o.s1 is not None:
+    if isinstance(o, table.MoeFfnFp8) and o.s1 is not None:
         return Fp8Weight(o.w1, o.s1, None, None)
     return quantized(o.w1, o.w3, o.layout1, o.glu, transposed, o.cached, forward)
 
 
 def second(o: Call, transposed: bool, forward: bool = True) -> Fp8Weight:
     """The second projection."""
-    if isinstance(o, MoeFfnFp8) and o.s2 is not None:
+    if isinstance(o, table.MoeFfnFp8) and o.s2 is not None:
         return Fp8Weight(o.w2, o.s2, None, None)
     return quantized(o.w2, None, o.layout2, "none", transposed, o.cached, forward)
 
 
-def of_forward(o: MoeFfnFp8Forward, w1: Fp8Weight, w2: Fp8Weight) -> QuantizedFfn:
+def of_forward(o: table.MoeFfnFp8Forward, w1: Fp8Weight, w2: Fp8Weight) -> table.QuantizedFfn:
     """What the forward program takes."""
-    return o.to(QuantizedFfn, **_replaced(o), q1=w1.q, s1=w1.s, q2=w2.q, s2=w2.s)
+    return o.to(table.QuantizedFfn, **_replaced(o), q1=w1.q, s1=w1.s, q2=w2.q, s2=w2.s)
 
 
-def of_backward(o: MoeFfnFp8Backward, w1: Fp8Weight | None, w2: Fp8Weight) -> QuantizedFfnBackward:
+def of_backward(o: table.MoeFfnFp8Backward, w1: Fp8Weight | None, w2: Fp8Weight) -> table.QuantizedFfnBackward:
     """What the backward program takes: of the copies what it reads, whatever they hold besides."""
     copies: dict[str, Any] = {"q2_t": w2.q_t, "s2_t": w2.s_t}
     if w1 is not None and o.h is None:
         copies |= {"q1": w1.q, "s1": w1.s}
     if w1 is not None and o.needs[0]:
         copies |= {"q1_t": w1.q_t, "s1_t": w1.s_t}
-    return o.to(QuantizedFfnBackward, **_replaced(o), **copies)
+    return o.to(table.QuantizedFfnBackward, **_replaced(o), **copies)
 
 
 def _replaced(o: Call) -> dict[str, Any]:
     """Weights, and biases that are listed, as a program takes them."""
-    weights = {"w1": Replaced.of(o.w1), "w3": Replaced.of(o.w3), "w2": Replaced.of(o.w2)}
+    weights = {"w1": table.Replaced.of(o.w1), "w3": table.Replaced.of(o.w3), "w2": table.Replaced.of(o.w2)}
     if Listed in map(type, (o.b1, o.b3, o.b2)):
         weights |= {"b1": dense(o.b1), "b3": dense(o.b3), "b2": dense(o.b2)}
     return weights
@@ -116,7 +107,7 @@ def _filled_up(bias: Tensor) -> Tensor:
     return torch.nn.functional.pad(bias.float(), (0, padded(bias.shape[1]) - bias.shape[1]))
 
 
-def forward_on(device: str, training: bool, o: QuantizedFfn) -> Any:
+def forward_on(device: str, training: bool, o: table.QuantizedFfn) -> Any:
     """The forward program by the kernels of a device type: y, for training also what backward needs. Arguments are not checked."""
     ops, top_k = Kernels(device), o.top_k
     v, inv, offs = ops.reindex(o.top_k_index, o.experts)
@@ -139,7 +130,7 @@ Found = dict[str, Tensor | None]
 _FIRST = ("w1", "b1", "w3", "b3")
 
 
-def backward_on(device: str, record: type[QuantizedFfnBackward], args: Iterable[Any]) -> list[Tensor]:
+def backward_on(device: str, record: type[table.QuantizedFfnBackward], args: Iterable[Any]) -> list[Tensor]:
     """The backward program by the kernels of a device type: gradients of the operands that ``needs`` marks.
 
     An h in a list is freed after its last use. Buffers to add gradients to may follow, one or None for each operand after x.
@@ -187,7 +178,7 @@ def _first_projection(
     ops: Kernels,
     of_dh: Groups,
     x: Rows | None,
-    o: QuantizedFfnBackward,
+    o: table.QuantizedFfnBackward,
     needs: dict[str, bool],
     into: dict[str, Tensor | None],
 ) -> Found:
@@ -212,7 +203,7 @@ def _first_projection(
     return found
 
 
-def _parts(outs: dict[str, Tensor], of_dh: Groups, o: QuantizedFfnBackward) -> list[tuple[str, Tensor, Groups]]:
+def _parts(outs: dict[str, Tensor], of_dh: Groups, o: table.QuantizedFfnBackward) -> list[tuple[str, Tensor, Groups]]:
     """The products that make the gradients of the first projection: the operand, where in its gradient, columns of dh."""
     q, s = of_dh
     if o.glu == "none" or (o.glu == "concat" and o.inner % BLOCK == 0):
@@ -233,7 +224,7 @@ def _product(ops: Kernels, out: Tensor, outputs: Groups, inputs: Groups, layout:
     ops.estmm_fp8(out, *pair, offs, layout == "nk", add)
 
 
-def _out(o: QuantizedFfnBackward, name: str, into: dict[str, Tensor | None]) -> Tensor:
+def _out(o: table.QuantizedFfnBackward, name: str, into: dict[str, Tensor | None]) -> Tensor:
     """What the gradient of a weight is written or added to."""
     weight, buffer = getattr(o, name), into[name]
     return o.dy.new_empty(weight.shape, dtype=weight.dtype) if buffer is None else buffer
@@ -248,7 +239,7 @@ def _added(gradient: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tens
     return gradient.to(bias.dtype).contiguous()
 
 
-def _routing_gradient(ops: Kernels, dots: Tensor, o: QuantizedFfnBackward) -> Tensor:
+def _routing_gradient(ops: Kernels, dots: Tensor, o: table.QuantizedFfnBackward) -> Tensor:
     """The routing weights' gradient (T, k) of every row's dots, (n, .); with <dy, b2[e]> where there is a bias."""
     assert o.top_k_weights is not None
     total = dots.sum(1)
@@ -274,30 +265,30 @@ def _log_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def _on_cpu(o: MoeFfnFp8Forward) -> str:
+def _on_cpu(o: table.MoeFfnFp8Forward) -> str:
     say_once("FP8 is emulated on a CPU: results are those of a GPU, the time is not")
     return ""
 
 
-why_not_on: dict[str, Callable[[MoeFfnFp8Forward], str]] = {"cpu": _on_cpu}
+why_not_on: dict[str, Callable[[table.MoeFfnFp8Forward], str]] = {"cpu": _on_cpu}
 """By device type: why its kernels cannot take a call, empty if they can. Looks at dtypes and sizes only."""
 
-is_few_on: dict[str, Callable[[MoeFfnFp8Forward, bool], bool]] = {}
+is_few_on: dict[str, Callable[[table.MoeFfnFp8Forward, bool], bool]] = {}
 """By device type: whether a call without gradients has so few tokens that it is faster in the dtype of its tokens, and whether it
 would be if a CUDA graph had it.
 """
 
 
 _NUMBERS = ("x", *PARAMETERS)
-_numbers = MoeFfnFp8Forward.pick(*_NUMBERS)
+_numbers = table.MoeFfnFp8Forward.pick(*_NUMBERS)
 
 
-def why_not(o: MoeFfnFp8Forward) -> str:
+def why_not(o: table.MoeFfnFp8Forward) -> str:
     """Why a call runs in its tensors' dtype; empty if it runs in FP8."""
     for name, t in zip(_NUMBERS, _numbers(o)):
         if t is None or t.dtype == ELEMENT:
             continue
-        if t.dtype not in QUANTIZABLE:
+        if t.dtype not in table.QUANTIZABLE:
             return f"{name} is {t.dtype}"
         if type(t) not in _KNOWN:
             return f"{name} is of class {type(t).__name__}"
@@ -305,14 +296,14 @@ def why_not(o: MoeFfnFp8Forward) -> str:
     return f"there are no FP8 kernels for {o.x.device.type}" if ask is None else ask(o)
 
 
-def _exact_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
+def _exact_call(o: table.MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     """The operator that runs a call which FP8 cannot take, and its operands; None for others."""
     reason = why_not(o)
     if not reason:
         return None
     dtype = o.x.dtype
     say_once(f"compute='fp8_block' runs in {dtype}: {reason}")
-    if isinstance(o, MoeFfnFp8) and o.s1 is not None:
+    if isinstance(o, table.MoeFfnFp8) and o.s1 is not None:
         formats = [FP8_BLOCK.name, DENSE, FP8_BLOCK.name]
         scales = {"s1": [o.s1], "s3": [], "s2": [o.s2], "formats": formats, "alphas": [1.0] * 3}
         return _OPS.moe_ffn_sources.default, o.to(MoeFfnSources, **scales)
@@ -320,20 +311,20 @@ def _exact_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     return _OPS.moe_ffn.default, o.to(MoeFfn, **weights)
 
 
-def _run(o: MoeFfnFp8Forward, training: bool, checked: bool = True) -> Any:
+def _run(o: table.MoeFfnFp8Forward, training: bool, checked: bool = True) -> Any:
     """y, for training also tokens and h with their scales, and the routing. checked: whether operands were."""
 
     def general(*args: Any) -> Any:
         if not checked:  # a plan is of a kind of call that came here first
             o.check("moe_ffn_fp8")
-        return forward_on(o.x.device.type, training, QuantizedFfn._make(args))
+        return forward_on(o.x.device.type, training, table.QuantizedFfn._make(args))
 
     name = "quantized_ffn_forward" if training else "quantized_ffn"
     return moe_ffn_autograd.on_device(name, general, *of_forward(o, first(o, training), second(o, training)))
 
 
 @library.kernel("moe_ffn_fp8", "any")
-def _inference(o: MoeFfnFp8) -> Tensor:
+def _inference(o: table.MoeFfnFp8) -> Tensor:
     instead = _few_call(o) or _exact_call(o)
     if instead is None:
         return _run(o, False)  # type: ignore[no-any-return]
@@ -343,29 +334,29 @@ def _inference(o: MoeFfnFp8) -> Tensor:
 
 
 @library.kernel("moe_ffn_fp8_forward", "any")
-def _training(o: MoeFfnFp8Forward) -> tuple[Tensor, ...]:
+def _training(o: table.MoeFfnFp8Forward) -> tuple[Tensor, ...]:
     """The result, and what backward needs."""
     return _run(o, True)  # type: ignore[no-any-return]
 
 
 def backward(*args: Any) -> list[Tensor]:
     """Kernel for any device, as `backward_on`."""
-    o, buffers = MoeFfnFp8Backward.split(args)
+    o, buffers = table.MoeFfnFp8Backward.split(args)
     reads_first, copied = o.needs[0] or o.h is None, {"transposed": True, "forward": False}
     given = of_backward(o, first(o, **copied) if reads_first else None, second(o, **copied))
 
     def general(*args: Any) -> list[Tensor]:
-        return backward_on(o.dy.device.type, QuantizedFfnBackward, args)
+        return backward_on(o.dy.device.type, table.QuantizedFfnBackward, args)
 
     return moe_ffn_autograd.on_device("quantized_ffn_backward", general, *given, *buffers)  # type: ignore[no-any-return]
 
 
 _KEPT = ("xq", "xs", "h", "hs", "v", "inv", "offs")
-LAYER = Layer("moe_ffn_fp8", MoeFfnFp8Forward, MoeFfnFp8Backward, _KEPT, one_by_one=False)
+LAYER = Layer("moe_ffn_fp8", table.MoeFfnFp8Forward, table.MoeFfnFp8Backward, _KEPT, one_by_one=False)
 
 
 def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
-    o = MoeFfnFp8(*args)
+    o = table.MoeFfnFp8(*args)
     instead = _exact_call(o)
     if instead is not None:
         operator, given = instead
@@ -375,20 +366,20 @@ def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
             raise InputError(
                 "hexa::moe_ffn_fp8: weights that are quantised already have no gradient, nor has x with them"
             )
-        return LayerFunction.apply(LAYER, library.is_plain(keyset), *o.to(MoeFfnFp8Forward))
+        return LayerFunction.apply(LAYER, library.is_plain(keyset), *o.to(table.MoeFfnFp8Forward))
     return library.below_autograd(_OPS.moe_ffn_fp8.default, keyset, args)
 
 
 def plain(*args: Any) -> Any:
     """The layer past torch's dispatcher, on weights that may be listed."""
-    o = MoeFfnFp8Forward._make(args)
+    o = table.MoeFfnFp8Forward._make(args)
     instead = _few_call(o) or _exact_call(o)
     if instead is None:
         return moe_ffn_autograd.listed(LAYER, *o)
     return moe_ffn_autograd.listed(moe_ffn_autograd.LAYERS["moe_ffn"], *instead[1])
 
 
-def _few_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
+def _few_call(o: table.MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     """As `_exact_call`, for few tokens. What a CUDA graph of such calls would read, which may be captured later, is made."""
     captured = o.x.is_cuda and torch.cuda.is_current_stream_capturing()
     if not _is_few(o, captured):
@@ -398,7 +389,7 @@ def _few_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     return _OPS.moe_ffn.default, MoeFfn.split((*o,))[0]
 
 
-def _is_few(o: MoeFfnFp8Forward, captured: bool) -> bool:
+def _is_few(o: table.MoeFfnFp8Forward, captured: bool) -> bool:
     ask = is_few_on.get(o.x.device.type)
     if ask is None or not ask(o, captured) or (not torch.compiler.is_dynamo_compiling() and _always.get()):
         return False
@@ -416,9 +407,9 @@ def always() -> AbstractContextManager[None]:
 library.register_kernel("moe_ffn_fp8_backward", "any", backward)
 library.register_autograd_kernel("moe_ffn_fp8", _autograd)
 # On plain CUDA tensors; `why_not` was asked about them.
-moe_ffn_autograd.register_on_cuda("moe_ffn_fp8", lambda _, *args: _run(MoeFfnFp8(*args), False, checked=False))
+moe_ffn_autograd.register_on_cuda("moe_ffn_fp8", lambda _, *args: _run(table.MoeFfnFp8(*args), False, checked=False))
 moe_ffn_autograd.register_on_cuda(
-    "moe_ffn_fp8_forward", lambda _, *args: _run(MoeFfnFp8Forward._make(args), True, checked=False)
+    "moe_ffn_fp8_forward", lambda _, *args: _run(table.MoeFfnFp8Forward._make(args), True, checked=False)
 )
 moe_ffn_autograd.register_on_cuda("moe_ffn_fp8_backward", lambda _, *args: backward(*args))
 
@@ -427,16 +418,16 @@ moe_ffn_autograd.register_on_cuda("moe_ffn_fp8_backward", lambda _, *args: backw
 # them as they lie. Other packed weights, and calls that need gradients, multiply in the dtype of the tokens.
 
 
-def from_sources(o: MoeFfnFp8Forward) -> MoeFfnFp8 | None:
+def from_sources(o: table.MoeFfnFp8Forward) -> table.MoeFfnFp8 | None:
     """The operands with packed weights as quantised ones; None if they are multiplied in the dtype of the tokens."""
     found = _as_they_lie(o)
-    if isinstance(found, MoeFfnFp8):
+    if isinstance(found, table.MoeFfnFp8):
         return None if _is_few(o, False) else found
     say_once(f"compute='fp8_block' multiplies in {o.x.dtype} by weights that are packed or have adapters: {found}")
     return None
 
 
-def on_packed(o: MoeFfnFp8) -> Any:
+def on_packed(o: table.MoeFfnFp8) -> Any:
     """The layer past torch's dispatcher, on weights that are quantised, without gradients."""
     instead = _exact_call(o)
     if instead is not None:
@@ -446,7 +437,7 @@ def on_packed(o: MoeFfnFp8) -> Any:
         return moe_ffn_autograd.run("moe_ffn_fp8", *o)
 
 
-def _as_they_lie(o: MoeFfnFp8Forward) -> MoeFfnFp8 | str:
+def _as_they_lie(o: table.MoeFfnFp8Forward) -> table.MoeFfnFp8 | str:
     """The operands with packed weights as quantised ones; or why that cannot be."""
     both = (o.w1, o.w2)
     if AdaptedWeight in map(type, (*both, o.w3)):
@@ -461,8 +452,8 @@ def _as_they_lie(o: MoeFfnFp8Forward) -> MoeFfnFp8 | str:
         packed.append(weight)
         layouts.append(flip(layout) if weight.transposed else layout)
     w1, w2 = (weight.packed for weight in packed)
-    if not is_whole(w1, w2, o.glu, *layouts):
+    if not table.is_whole(w1, w2, o.glu, *layouts):
         return "gate, up and down do not lie as blocks that products read"
     s1, s2 = (weight.scales[0] for weight in packed)
     biases = {"b1": dense(o.b1), "b2": dense(o.b2)}
-    return o.to(MoeFfnFp8, **biases, w1=w1, w2=w2, layout1=layouts[0], layout2=layouts[1], s1=s1, s2=s2)
+    return o.to(table.MoeFfnFp8, **biases, w1=w1, w2=w2, layout1=layouts[0], layout2=layouts[1], s1=s1, s2=s2)

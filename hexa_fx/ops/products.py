@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hexa_fx.formats import format_of
-from hexa_fx.ops import cpu, fixed_order, library, tiles
+from hexa_fx.ops import cpu, fixed_order, library, table, tiles
+from hexa_fx.ops import table_variants as variants
 from hexa_fx.ops.activations import activation_forward, weighted_backward
 from hexa_fx.ops.cpu import groups_of
 from hexa_fx.ops.listed import Listed, readable
@@ -38,45 +39,22 @@ from hexa_fx.ops.rows import (
     routed_rows,
     row_count,
 )
-from hexa_fx.ops.table import (
-    Activate,
-    ActivateBackward,
-    Esfk,
-    EsfkAdd,
-    Esmm,
-    EsmmAct,
-    EsmmActBackward,
-    Ess,
-    EssAdd,
-    Estmm,
-    EstmmAdd,
-    LowRankGradients,
-)
-from hexa_fx.ops.table_variants import (
-    EsmmActBackwardPacked,
-    EsmmActPacked,
-    EsmmLowRank,
-    EsmmPacked,
-    EsmmPackedLowRank,
-    ScaledTranspose,
-)
 from hexa_fx.ops.tiles import at_once
 from hexa_fx.ops.tiling import whole
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, grouped_mm
 
 logger = logging.getLogger(__name__)
-Rows = TypeVar("Rows", bound=Estmm)
 _OPS = torch.ops.hexa
 
 
 @library.kernel("esmm", "cpu")
-def esmm_cpu(o: Esmm) -> Tensor:
+def esmm_cpu(o: table.Esmm) -> Tensor:
     tile = whole(o.v, o.offs, o.top_k, o.x)
     return tile.padded(tiles.esmm(tile, o._replace(x=tile.operand(o.x, o.v))))
 
 
 @library.formula("esmm", x="weight", bias=None)
-def esmm_gradients(o: Esmm, needs: Any, g: Tensor) -> dict[str, Any]:
+def esmm_gradients(o: table.Esmm, needs: Any, g: Tensor) -> dict[str, Any]:
     """In the operators. Where they are to be derived again they come from one each, since ``esfk`` is not derived. Kernels read
     listed weights.
     """
@@ -101,41 +79,39 @@ def esmm_gradients(o: Esmm, needs: Any, g: Tensor) -> dict[str, Any]:
 
 
 @library.kernel("activate", "cpu", "any")
-def activate_generic(o: Activate) -> Tensor:
+def activate_generic(o: table.Activate) -> Tensor:
     wide = o.h.to(accumulate_dtype(o.h.dtype))
     return activation_forward(wide, o.activation, o.glu, o.params).to(o.h.dtype)
 
 
 @library.kernel("activate_backward", "cpu", "any")
-def activate_backward_generic(o: ActivateBackward) -> tuple[Tensor, Tensor, Tensor]:
+def activate_backward_generic(o: table.ActivateBackward) -> tuple[Tensor, Tensor, Tensor]:
     da, h, top_k_weights, v, offs, *static = o
     wide = accumulate_dtype(h.dtype)
+    of_a, of_h = da.to(wide), h.to(wide).contiguous()  # as dh is to lie
     if top_k_weights is None:
-        dh, a, _ = weighted_backward(da.to(wide), h.to(wide), None, *static)
+        dh, a, _ = weighted_backward(of_a, of_h, None, *static)
         return dh.to(h.dtype), a.to(h.dtype), h.new_empty(0)
     assert v is not None
     assert offs is not None
     routed = routed_rows(offs, h.shape[0])
     w = torch.where(routed, top_k_weights.reshape(-1).index_select(0, v).to(wide).unsqueeze(1), 0)
-    dh, a, dots = weighted_backward(da.to(wide), h.to(wide), w, *static)
+    dh, a, dots = weighted_backward(of_a, of_h, w, *static)
     assert dots is not None
     dweights = torch.where(routed.squeeze(1), dots, 0).index_select(0, invert(v)).view(top_k_weights.shape)
     return dh.to(h.dtype), a.to(h.dtype), dweights.to(top_k_weights.dtype)
 
 
 @library.formula("activate")
-def _of_activate(o: Activate, needs: Any, da: Tensor) -> dict[str, Any]:
+def _of_activate(o: table.Activate, needs: Any, da: Tensor) -> dict[str, Any]:
     dh, _, _ = _OPS.activate_backward(da, o.h, None, None, None, o.activation, o.glu, o.params)
     return {"h": dh}
-
-
-library.kernel("esmm_act", "cpu")(partial(tiles.at_once, "esmm_act"))
 
 
 def _differentiable(keyset: DispatchKeySet, *args: Any) -> Any:
     """Where a gradient is wanted it is that of the operators that it consists of."""
     if torch.is_grad_enabled() and _any_requires_grad(*args):
-        return activated(EsmmAct(*args))
+        return activated(table.EsmmAct(*args))
     return library.below_autograd(library.overload("esmm_act"), keyset, args)
 
 
@@ -143,7 +119,7 @@ library.register_autograd_kernel("esmm_act", _differentiable)
 
 
 @library.kernel("esmm_packed", "any", "cpu")
-def expert_by_expert(o: EsmmPacked) -> Tensor:
+def expert_by_expert(o: variants.EsmmPacked) -> Tensor:
     """One expert's matrix exists at a time. Reads the offsets on the host."""
     x = gather_rows(o.x, o.v, o.top_k)
     y = x.new_zeros((x.shape[0], o.columns))
@@ -158,7 +134,7 @@ def expert_by_expert(o: EsmmPacked) -> Tensor:
 
 
 @library.formula("esmm_packed", x=None, bias=None)
-def _of_esmm_packed(o: EsmmPacked, needs: Any, g: Tensor) -> dict[str, Any]:
+def _of_esmm_packed(o: variants.EsmmPacked, needs: Any, g: Tensor) -> dict[str, Any]:
     dx = None
     if needs.x:
         dx = _OPS.esmm_packed(g, o.packed, o.scales, o.format, None, None, o.offs, 1, flip(o.layout))
@@ -169,9 +145,11 @@ def _of_esmm_packed(o: EsmmPacked, needs: Any, g: Tensor) -> dict[str, Any]:
 
 @library.kernel("esmm_low_rank", "any")
 @library.kernel("esmm_packed_low_rank", "any")
-def summed(o: EsmmLowRank | EsmmPacked, by: Any = _OPS) -> Tensor:
+def summed(o: variants.EsmmLowRank | variants.EsmmPacked, by: Any = _OPS) -> Tensor:
     """A product, and a second one where there is one."""
-    y: Tensor = by.esmm_packed(*o.to(EsmmPacked)) if isinstance(o, EsmmPacked) else by.esmm(*o.to(Esmm))
+    y: Tensor = (
+        by.esmm_packed(*o.to(variants.EsmmPacked)) if isinstance(o, variants.EsmmPacked) else by.esmm(*o.to(table.Esmm))
+    )
     u, c = getattr(o, "u", None), getattr(o, "c", None)
     return y if u is None else y.add_(by.esmm(u, c, None, None, o.offs, 1, o.layout))
 
@@ -179,33 +157,39 @@ def summed(o: EsmmLowRank | EsmmPacked, by: Any = _OPS) -> Tensor:
 @library.kernel("esmm_act", "any")
 @library.kernel("esmm_act_low_rank", "any")
 @library.kernel("esmm_act_packed", "any")
-def activated(o: EsmmAct | EsmmActPacked, by: Any = _OPS) -> tuple[Tensor, Tensor]:
+def activated(o: table.EsmmAct | variants.EsmmActPacked, by: Any = _OPS) -> tuple[Tensor, Tensor]:
     """The products, then the activation."""
-    if isinstance(o, EsmmActPacked):
+    if isinstance(o, variants.EsmmActPacked):
         h = summed(o, by)
     else:
-        both = [o.to(EsmmLowRank, weight=o.w1, bias=o.b1)]
+        both = [o.to(variants.EsmmLowRank, weight=o.w1, bias=o.b1)]
         if o.w3 is not None:
-            both.append(o.to(EsmmLowRank, weight=o.w3, bias=o.b3, c=getattr(o, "c3", None)))
+            both.append(o.to(variants.EsmmLowRank, weight=o.w3, bias=o.b3, c=getattr(o, "c3", None)))
         parts = [_product(each, by) for each in both]
         h = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    a = by.activate(*o.to(Activate, h=h))
+    a = by.activate(*o.to(table.Activate, h=h))
     return (h if o.keep_h else h.new_empty((0, h.shape[1]))), a
 
 
 @library.kernel("esmm_act_backward", "any")
 @library.kernel("esmm_act_backward_low_rank", "any")
 @library.kernel("esmm_act_backward_packed", "any")
-def differentiated(o: EsmmActBackward | EsmmActBackwardPacked, by: Any = _OPS) -> tuple[Tensor, Tensor, Tensor]:
+def differentiated(
+    o: table.EsmmActBackward | variants.EsmmActBackwardPacked, by: Any = _OPS
+) -> tuple[Tensor, Tensor, Tensor]:
     """The products, then the activation's gradient."""
-    packed = isinstance(o, EsmmActBackwardPacked)
-    da = summed(o.to(EsmmPackedLowRank, x=o.dy), by) if packed else _product(o.to(EsmmLowRank, x=o.dy), by)
-    return by.activate_backward(*o.to(ActivateBackward, da=da))  # type: ignore[no-any-return]
+    packed = isinstance(o, variants.EsmmActBackwardPacked)
+    da = (
+        summed(o.to(variants.EsmmPackedLowRank, x=o.dy), by)
+        if packed
+        else _product(o.to(variants.EsmmLowRank, x=o.dy), by)
+    )
+    return by.activate_backward(*o.to(table.ActivateBackward, da=da))  # type: ignore[no-any-return]
 
 
-def _product(o: EsmmLowRank, by: Any) -> Tensor:
+def _product(o: variants.EsmmLowRank, by: Any) -> Tensor:
     """By the operator that has a second product, where there is one."""
-    return by.esmm(*o.to(Esmm)) if o.u is None else by.esmm_low_rank(*o)  # type: ignore[no-any-return]
+    return by.esmm(*o.to(table.Esmm)) if o.u is None else by.esmm_low_rank(*o)  # type: ignore[no-any-return]
 
 
 _ON_CPU = library.Kernels("cpu")
@@ -219,7 +203,7 @@ for _kernel, *_names in (
 
 
 @library.kernel("low_rank_gradients", "any")
-def composed(o: LowRankGradients, by: Any = _OPS) -> tuple[Tensor, Tensor]:
+def composed(o: table.LowRankGradients, by: Any = _OPS) -> tuple[Tensor, Tensor]:
     """One reading of rows that are in order, two of gathered ones."""
     rows, u = (o.v, o.offs, o.top_k), o.u
     if o.top_k_weights is not None and o.v is not None:
@@ -239,25 +223,14 @@ def composed(o: LowRankGradients, by: Any = _OPS) -> tuple[Tensor, Tensor]:
 
 
 @library.kernel("scaled_transpose", "any")
-def scaled_transpose_any(o: ScaledTranspose) -> Tensor:
+def scaled_transpose_any(o: variants.ScaledTranspose) -> Tensor:
     wide = torch.promote_types(accumulate_dtype(o.x.dtype), accumulate_dtype(o.dtype))
     factor = o.x if o.scale == 1 else o.x.to(wide) * o.scale
     return factor.t().to(o.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def gathered(o: Rows) -> Rows:
-    """The same of rows in expert order."""
-    x, g = gather_rows(o.x, o.x_index, o.top_k), gather_rows(o.g, o.g_index, o.top_k)
-    return o._replace(x=x, g=g, x_index=None, g_index=None)
-
-
-@library.kernel("estmm", "cpu")
-def estmm_cpu(o: Estmm) -> Tensor:
-    return at_once("estmm", gathered(o))  # type: ignore[no-any-return]
-
-
 @library.formula("estmm")
-def _of_estmm(o: Estmm, needs: Any, grad: Tensor) -> dict[str, Any]:
+def _of_estmm(o: table.Estmm, needs: Any, grad: Tensor) -> dict[str, Any]:
     (x, g, x_index, g_index, offs, top_k, layout), dx, dg = o, None, None
     if needs.x:
         rows = _OPS.esmm(g, grad, None, g_index, offs, top_k if g_index is not None else 1, flip(layout))
@@ -269,7 +242,7 @@ def _of_estmm(o: Estmm, needs: Any, grad: Tensor) -> dict[str, Any]:
 
 
 @library.formula("ess")
-def _of_ess(o: Ess, needs: Any, grad: Tensor) -> dict[str, Any]:
+def _of_ess(o: table.Ess, needs: Any, grad: Tensor) -> dict[str, Any]:
     (g, v, offs, top_k, scale), dscale = o, None
     rows = expert_rows(grad, offs, row_count(g, v))
     if v is None:
@@ -284,26 +257,21 @@ def _of_ess(o: Ess, needs: Any, grad: Tensor) -> dict[str, Any]:
     return {"g": dg, "scale": dscale}
 
 
-@library.kernel("estmm_add", "cpu")
-def estmm_add_cpu(o: EstmmAdd) -> None:
-    at_once("estmm_add", gathered(o))
-
-
-for _name in ("ess", "esfk", "ess_add", "esfk_add"):
+for _name in ("esmm_act", "estmm", "ess", "esfk", "estmm_add", "ess_add", "esfk_add"):
     library.kernel(_name, "cpu")(partial(at_once, _name))
 
 
 @library.kernel("estmm_add", "any")
 @library.kernel("ess_add", "any")
-def added_any(o: EstmmAdd | EssAdd) -> None:
+def added_any(o: table.EstmmAdd | table.EssAdd) -> None:
     """Torch adds the gradient, already rounded to the operands' type."""
     ops = _OPS
-    o.into.add_(ops.estmm(*o.to(Estmm)) if isinstance(o, EstmmAdd) else ops.ess(*o.to(Ess)))
+    o.into.add_(ops.estmm(*o.to(table.Estmm)) if isinstance(o, table.EstmmAdd) else ops.ess(*o.to(table.Ess)))
 
 
 @library.kernel("esfk_add", "any")
-def esfk_add_any(o: EsfkAdd) -> Tensor:
-    dx, dw, db = _OPS.esfk(*o.to(Esfk, has_bias=o.into_bias is not None))
+def esfk_add_any(o: table.EsfkAdd) -> Tensor:
+    dx, dw, db = _OPS.esfk(*o.to(table.Esfk, has_bias=o.into_bias is not None))
     o.into.add_(dw)
     if o.into_bias is not None:
         o.into_bias.add_(db)
@@ -317,7 +285,7 @@ def _log_once(op: str, device: str, how: str) -> None:
 
 
 @library.kernel("esmm", "any")
-def esmm_any(o: Esmm) -> Tensor:
+def esmm_any(o: table.Esmm) -> Tensor:
     """Gather, grouped matmul, bias."""
     rows = gather_rows(o.x, o.v, o.top_k)
     kn = o.weight.transpose(1, 2) if o.layout == "nk" else o.weight
@@ -328,7 +296,7 @@ def esmm_any(o: Esmm) -> Tensor:
 
 
 @library.kernel("ess", "any")
-def ess_any(o: Ess) -> Tensor:
+def ess_any(o: table.Ess) -> Tensor:
     """index_add over the experts of the rows (in float32; the order of the sum is not fixed on a GPU)."""
     rows = gather_rows(o.g, o.v, o.top_k).to(accumulate_dtype(o.g.dtype))
     if o.scale is not None and o.v is not None:
@@ -339,14 +307,14 @@ def ess_any(o: Ess) -> Tensor:
 
 
 @library.kernel("estmm", "any")
-def estmm_any(o: Estmm) -> Tensor:
+def estmm_any(o: table.Estmm) -> Tensor:
     """Gather, grouped outer product."""
     x, g = gather_rows(o.x, o.x_index, o.top_k), gather_rows(o.g, o.g_index, o.top_k)
     return _grouped_outer(g, x, o.offs) if o.layout == "nk" else _grouped_outer(x, g, o.offs)
 
 
 @library.kernel("esfk", "any")
-def esfk_any(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
+def esfk_any(o: table.Esfk) -> tuple[Tensor, Tensor, Tensor]:
     """Its three parts."""
     ops = _OPS
     dx = ops.esmm(o.g, o.weight, None, None, o.offs, 1, flip(o.layout))

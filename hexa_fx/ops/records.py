@@ -19,6 +19,7 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
+    Generic,
     Literal,
     NamedTuple,
     Self,
@@ -257,6 +258,20 @@ def _size(term: Term, given: dict[str, Any]) -> str:
 
 
 R = TypeVar("R", bound="Operands")
+T = TypeVar("T")
+
+
+if typing.TYPE_CHECKING:
+
+    class Derived(Generic[T]):
+        """What follows from a record's operands."""
+
+        def __init__(self, of: Callable[[Any], T]) -> None: ...
+        def __get__(self, record: Any, owner: Any = None) -> T: ...
+
+else:
+    Derived = property
+
 
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor",

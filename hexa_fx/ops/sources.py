@@ -22,7 +22,7 @@ from hexa_fx.ops import library, main_grad, moe_ffn_autograd
 from hexa_fx.ops.library import DirectFunction
 from hexa_fx.ops.listed import Listed, dense, readable, tensors_of
 from hexa_fx.ops.main_grad import ListedGradients
-from hexa_fx.ops.products import esmm_cpu, esmm_gradients, estmm_add_cpu
+from hexa_fx.ops.products import esmm_cpu, esmm_gradients
 from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows, flip
 from hexa_fx.ops.table import Esmm, EssAdd, EstmmAdd
@@ -252,9 +252,7 @@ class _Esmm(DirectFunction):
             needs = needs._replace(weight=False, bias=needs.bias and into_bias is None)
             found = esmm_gradients(o, needs, g)
             if any(ctx.of_weight):
-                estmm_add_cpu(
-                    EstmmAdd(into=into, x=x, g=g, x_index=v, g_index=None, offs=offs, top_k=ctx.rows, layout=ctx.layout)
-                )
+                at_once("estmm_add", o.to(EstmmAdd, into=into, g=g, x_index=v))
             if any(ctx.of_bias):
                 at_once("ess_add", EssAdd(into=into_bias, g=g, v=None, offs=offs, top_k=1, scale=None))
         given = [*into.results(), *([] if into_bias is None else into_bias.results())]

@@ -22,7 +22,19 @@ from torch import Tensor
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.activations import check_activation, inner_width
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import FLOATING, INTEGER, AtLeastOne, Form, Operands, added_to, floating, index, numbers, shape
+from hexa_fx.ops.records import (
+    FLOATING,
+    INTEGER,
+    AtLeastOne,
+    Derived,
+    Form,
+    Operands,
+    added_to,
+    floating,
+    index,
+    numbers,
+    shape,
+)
 from hexa_fx.ops.rows import columns_of, row_count
 
 V: TypeAlias = Annotated[Tensor | None, index("n")]
@@ -68,19 +80,15 @@ def routing_of(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tenso
 class XRows(Operands):
     x: Rows
 
-    @property
-    def rows(self: Any) -> int:
-        """n."""
-        return row_count(self.x, self.v)
+    rows = Derived(lambda o: row_count(o.x, o.v))
+    """n."""
 
 
 class OfExperts(Operands):
     """What sums over the rows of each expert."""
 
-    @property
-    def experts(self: Any) -> int:
-        """E."""
-        return self.offs.shape[0] - 1  # type: ignore[no-any-return]
+    experts = Derived(lambda o: o.offs.shape[0] - 1)
+    """E."""
 
 
 class _Weight(Operands):
@@ -94,10 +102,8 @@ class RowsOfProduct(Operands):
     top_k: TopK
     layout: Layout
 
-    @property
-    def columns(self: Any) -> int:
-        """N."""
-        return columns_of(self.weight, self.layout)
+    columns = Derived(lambda o: columns_of(o.weight, o.layout))
+    """N."""
 
 
 @operator("esmm", autocast=True)
@@ -154,15 +160,10 @@ class EsmmAct(Activated, _FirstProjection):
     returns = "(Tensor h, Tensor a)"
     defaults: ClassVar[dict[str, object]] = {"keep_h": True}
 
-    @property
-    def width(self) -> int:
-        """Columns of h."""
-        return width_of(self.w1, self.layout, self.glu)
-
-    @property
-    def inner(self) -> int:
-        """Columns of a, and of one half of a gated h."""
-        return inner_width(columns_of(self.w1, self.layout), self.glu)
+    width = Derived(lambda o: width_of(o.w1, o.layout, o.glu))
+    """Columns of h."""
+    inner = Derived(lambda o: inner_width(columns_of(o.w1, o.layout), o.glu))
+    """Columns of a, and of one half of a gated h."""
 
     def faults(self) -> str:
         return super().faults() or gate_and_up_faults(self, self.layout)
@@ -214,15 +215,10 @@ class EsmmActBackward(Activated, RowsOfH, _Weight, DyRows):
 
     returns = "(Tensor dh, Tensor a_scaled, Tensor dweights)"
 
-    @property
-    def inner(self) -> int:
-        """Columns of a."""
-        return columns_of(self.weight, self.layout)
-
-    @property
-    def width(self) -> int:
-        """Columns of h."""
-        return self.inner if self.glu == "none" else 2 * self.inner
+    inner = Derived(lambda o: columns_of(o.weight, o.layout))
+    """Columns of a."""
+    width = Derived(lambda o: o.inner if o.glu == "none" else 2 * o.inner)
+    """Columns of h."""
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         return activation_gradients(self.h, self.inner, self.top_k_weights)
@@ -273,10 +269,8 @@ class ActivateBackward(Activated, leading=True):
     offs: Annotated[Tensor | None, index("E+1")]
     returns = "(Tensor dh, Tensor a_scaled, Tensor dweights)"
 
-    @property
-    def width(self) -> int:
-        """Columns of h."""
-        return self.da.shape[1] * (1 if self.glu == "none" else 2)
+    width = Derived(lambda o: o.da.shape[1] * (1 if o.glu == "none" else 2))
+    """Columns of h."""
 
     def faults(self) -> str:
         lost = self.top_k_weights is not None and (self.v is None or self.offs is None)
@@ -305,10 +299,8 @@ class Combine(Operands):
     offs: Offs
     top_k: TopK
 
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.inv.shape[0] // self.top_k
+    tokens = Derived(lambda o: o.inv.shape[0] // o.top_k)
+    """T."""
 
     def results(self) -> Tensor:
         return self.y.new_empty((self.tokens, self.y.shape[1]))
@@ -357,10 +349,8 @@ class Estmm(OfExperts):
     top_k: TopK
     layout: Layout
 
-    @property
-    def rows(self) -> int:
-        """n."""
-        return row_count(self.x, self.x_index)
+    rows = Derived(lambda o: row_count(o.x, o.x_index))
+    """n."""
 
     def results(self) -> Any:
         n, k = self.g.shape[1], self.x.shape[1]

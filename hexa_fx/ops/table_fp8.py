@@ -23,7 +23,7 @@ from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count, padded
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.activations import check_activation
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import FLOATING, Form, Operands, exactly, index, numbers, shape
+from hexa_fx.ops.records import FLOATING, Derived, Form, Operands, exactly, index, numbers, shape
 from hexa_fx.ops.rows import columns_of, flip, row_count
 from hexa_fx.ops.table import Offs, TopK, V, routing_of
 from hexa_fx.ops.table_layers import OPERANDS, Backward, Layer, MoeFfn, Static, Weights, gradients_of
@@ -164,10 +164,8 @@ class CombineFp8(Operands):
     columns: int
     dtype: torch.dtype
 
-    @property
-    def padded(self) -> int:
-        """D'."""
-        return padded(self.columns)
+    padded = Derived(lambda o: padded(o.columns))
+    """D'."""
 
     def results(self) -> Tensor:
         return self.y.new_empty((self.inv.shape[0] // self.top_k, self.columns), dtype=self.dtype)
@@ -208,10 +206,8 @@ class EsmmActBackwardFp8(_GatheredSlots, _Kept, _QuantizedWeight, _GradientRows)
     needs: Sequence[bool]
     returns = "(Tensor dh, Tensor dhs, Tensor dh_t, Tensor dhs_t, Tensor a_t, Tensor at_scales, Tensor dots)"
 
-    @property
-    def width(self) -> int:
-        """H'."""
-        return self.w.shape[1] * (2 if self.gated else 1)
+    width = Derived(lambda o: o.w.shape[1] * (2 if o.gated else 1))
+    """H'."""
 
     def faults(self) -> str:
         return super().faults() or ("" if len(self.needs) == 4 else f"needs has {len(self.needs)} of 4 marks")

@@ -16,7 +16,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec, Layout
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import DENSE, INTEGER, Form, Operands, experts_last, floating, numbers
+from hexa_fx.ops.records import DENSE, INTEGER, Derived, Form, Operands, experts_last, floating, numbers
 from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.table import Activated, Bias, gate_and_up_faults, routing_of, width_of
 from hexa_fx.ops.table_variants import check_packed, shaped_as
@@ -52,55 +52,37 @@ class Static(Activated):
     recompute_h: bool
 
 
+def _static(o: Any) -> tuple[Any, ...]:
+    return o.activation, o.glu, tuple(o.params), o.layout1, o.layout2, o.recompute_h
+
+
 class Layer(Operands):
     """What follows from a layer's weights."""
 
     differentiable: ClassVar[tuple[str, ...]] = OPERANDS
     """In the order of the schema."""
 
-    @property
-    def static(self: Any) -> tuple[Any, ...]:
-        """What decides its programs besides tensors."""
-        return self.activation, self.glu, tuple(self.params), self.layout1, self.layout2, self.recompute_h
-
-    @property
-    def experts(self: Any) -> int:
-        """E."""
-        return self.w1.shape[0]  # type: ignore[no-any-return]
-
-    @property
-    def width(self: Any) -> int:
-        """Columns of h."""
-        return width_of(self.w1, self.layout1, self.glu)
-
-    @property
-    def inner(self: Any) -> int:
-        """I."""
-        return inner_width(columns_of(self.w1, self.layout1), self.glu)
-
-    @property
-    def input_size(self: Any) -> int:
-        """Columns of x."""
-        return columns_of(self.w1, flip(self.layout1))
-
-    @property
-    def output_size(self: Any) -> int:
-        """Columns of y."""
-        return columns_of(self.w2, self.layout2)
+    static = Derived(_static)
+    """What decides its programs besides tensors."""
+    experts = Derived(lambda o: o.w1.shape[0])
+    """E."""
+    width = Derived(lambda o: width_of(o.w1, o.layout1, o.glu))
+    """Columns of h."""
+    inner = Derived(lambda o: inner_width(columns_of(o.w1, o.layout1), o.glu))
+    """I."""
+    input_size = Derived(lambda o: columns_of(o.w1, flip(o.layout1)))
+    """Columns of x."""
+    output_size = Derived(lambda o: columns_of(o.w2, o.layout2))
+    """Columns of y."""
 
 
 class Forward(Operands):
     """What follows from the routing, too."""
 
-    @property
-    def top_k(self: Any) -> int:
-        """k."""
-        return self.top_k_index.shape[1]  # type: ignore[no-any-return]
-
-    @property
-    def rows(self: Any) -> int:
-        """n."""
-        return self.top_k_index.shape[0] * self.top_k_index.shape[1]  # type: ignore[no-any-return]
+    top_k = Derived(lambda o: o.top_k_index.shape[1])
+    """k."""
+    rows = Derived(lambda o: o.top_k_index.shape[0] * o.top_k_index.shape[1])
+    """n."""
 
     def keeps_x(self: Any, needs: Any) -> bool:
         """Whether backward reads x. needs: of every operand, by name, whether it needs a gradient."""
@@ -213,10 +195,8 @@ class Sources(Operands):
 
     differentiable: ClassVar[tuple[str, ...]] = SOURCES_OPERANDS
 
-    @property
-    def static(self: Any) -> tuple[Any, ...]:
-        """What decides its programs besides tensors."""
-        return *Layer.static.fget(self), tuple(self.formats), tuple(self.alphas)  # type: ignore[attr-defined]
+    static = Derived(lambda o: (*_static(o), tuple(o.formats), tuple(o.alphas)))
+    """What decides its programs besides tensors."""
 
     def hidden(self: Any) -> Tensor:
         """The pre-activation that is kept, empty."""

@@ -16,7 +16,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats import format_of
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import FLOATING, Operands, floating
+from hexa_fx.ops.records import FLOATING, Derived, Operands, floating
 from hexa_fx.ops.table import Activated, DyRows, Esmm, EsmmAct, EsmmActBackward, RowsOfH, RowsOfProduct, XRows
 
 
@@ -139,10 +139,8 @@ class EsmmActPacked(Activated, EsmmPacked):
     c: Annotated[Tensor | None, floating("E N r", layout="layout")]
     returns = EsmmAct.returns
 
-    @property
-    def inner(self) -> int:
-        """Columns of a."""
-        return inner_width(self.columns, self.glu)
+    inner = Derived(lambda o: inner_width(o.columns, o.glu))
+    """Columns of a."""
 
     def dense(self, weight: Tensor) -> EsmmAct:  # type: ignore[override]
         return self.to(EsmmAct if self.u is None else EsmmActLowRank, w1=weight, b1=self.bias)

@@ -23,7 +23,7 @@ from hexa_fx.ops import cpu, fixed_order, library, table
 from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import Weight, as_kn
 from hexa_fx.ops.listed import Listed
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops.rows import flip, gather_rows
 from hexa_fx.ops.tiling import Tile, Tiling, output, whole
 from hexa_fx.torch_private import grouped_mm
 
@@ -68,8 +68,11 @@ def keys_of(name: str, o: Any, prefix: str = "") -> list[str | None]:
 
 
 def at_once(name: str, o: Any) -> Any:
-    """An operator that is called on its own: its kernel on one tile of everything. At most its first rows are gathered."""
-    (first, index), *_ = operands = _rows_of(name)
+    """An operator that is called on its own: its kernel on one tile of everything, which gathers its first rows."""
+    (first, index), *others = operands = _rows_of(name)
+    for row, by in others:
+        if (v := getattr(o, by, None)) is not None:
+            o = o._replace(**{row: gather_rows(getattr(o, row), v, o.top_k), by: None})
     tile = whole(getattr(o, index, None), o.offs, o.top_k, getattr(o, first))
     rows = {row: tile.operand(getattr(o, row), getattr(o, by, None)) for row, by in operands}
     keys = keys_of(name, o)
@@ -201,11 +204,11 @@ def _activated(tile: Tile, h: Tensor, o: table.Activated) -> Tensor:
         return _activated(tile, h.to(wide), o).to(dtype)
     run = fixed_order.elementwise if fixed_order.is_fixed() else lambda function, *whole: function(*whole)
     if o.glu == "none":
-        return run(lambda part: act.forward(part, o.params), h)
+        return run(act.forward, h)
     gate, up = gate_and_up(h, o.glu)
     if act.pair:
-        return run(lambda g, u: act.forward(g, u, o.params or act.params), gate, up)
-    return run(lambda part: act.forward(part, o.params), gate).mul_(up)
+        return run(lambda g, u: act.forward(g, u, *(o.params or act.params)), gate, up)
+    return run(act.forward, gate).mul_(up)
 
 
 @on_tile("activate_backward", ROWS, ROWS, "dweights")

@@ -64,8 +64,8 @@ def activate(hypothesis: Hypothesis, inputs: list[torch.Tensor]) -> torch.Tensor
     if hypothesis.halves is not None:
         inputs = [inputs[0][:, slice_of(half, inputs[0].shape[1] // 2)] for half in hypothesis.halves]
     if activation.pair:
-        return activation.forward(*inputs, hypothesis.params)
-    value = activation.forward(inputs[0], hypothesis.params)
+        return activation.forward(*inputs, *hypothesis.params)
+    value = activation.forward(inputs[0])
     value = value if isinstance(value, torch.Tensor) else value[0]
     return value if len(inputs) == 1 else value * inputs[1]
 

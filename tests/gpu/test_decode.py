@@ -28,7 +28,7 @@ EXPERTS = 12
 pytestmark = pytest.mark.usefixtures("hopper", "any_number_of_rows")
 
 
-choose_summed = decode.choose_summed
+choose_summed = family_decode.choose_summed
 
 
 SWIGLU = FfnSpec("silu", "concat")
