@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -249,10 +248,13 @@ def _noted_exchange(recorder: Recorder, ran: RanCode, original: Callable[..., An
 
 
 def _leaves_of_einops(namespace: dict[str, Any], recorder: Recorder) -> Iterator[tuple[str, Any]]:
+    def leaf(function: Any) -> Any:  # no partial, which would not be taken for ours
+        return lambda *args, **kwargs: recorder.record_leaf(function, *args, **kwargs)
+
     for name, value in list(namespace.items()):
         from_einops = callable(value) and str(getattr(value, "__module__", "")).startswith("einops")
         if from_einops and getattr(value, "__name__", "") in _EINOPS:
-            yield name, partial(recorder.record_leaf, value)
+            yield name, leaf(value)
 
 
 def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
