@@ -10,17 +10,16 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
-import sys
 import types
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
-from hexa_fx.isolation.purity import module_name
+from hexa_fx.isolation.purity import asking_frame
 
 _SILENT = frozenset("CACHE PRECALL EXTENDED_ARG PUSH_NULL NOT_TAKEN TO_BOOL".split())
 
@@ -208,14 +207,11 @@ def _adds(found: list[Instruction], at: int, name: str) -> bool:
 
 
 _ENDS = ("STORE", "POP_TOP", "RETURN", "YIELD", "FOR_ITER", "RAISE")
-_PASSED_THROUGH = ("torch", "hexa_fx.")
 
 
 def only_raises() -> bool:
     """Whether the code asks for a value right now in a condition, of which one side is nothing but a ``raise``."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
-        frame = frame.f_back
+    frame = asking_frame(("torch.", "hexa_fx."))
     if frame is None:
         return False
     code, errors = _conditions(frame.f_code)

@@ -17,7 +17,7 @@ from torch import nn
 from hexa_fx.capture import functional
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
 from hexa_fx.ir import SourceLocation
-from hexa_fx.isolation.purity import is_users, module_name
+from hexa_fx.isolation.purity import asking_frame, is_users, module_name
 from hexa_fx.torch_private import OpOverload, TensorBase, _maybe_get_opdef, is_functorch_wrapped_tensor
 
 METADATA = frozenset(
@@ -47,32 +47,11 @@ DECISIONS = TEXTS | frozenset("__bool__ __int__ __float__ __index__ __contains__
 KEPT = frozenset({"item", "tolist", "__bool__", "__contains__", "__int__", "__index__", "__float__"})
 """Decisions whose result a graph's node keeps."""
 
-_OPERATORS = {
-    "__getitem__": operator.getitem,
-    "__setitem__": functional.set_item,
-    "__add__": operator.add,
-    "__sub__": operator.sub,
-    "__mul__": operator.mul,
-    "__truediv__": operator.truediv,
-    "__floordiv__": operator.floordiv,
-    "__matmul__": operator.matmul,
-    "__neg__": operator.neg,
-    "__and__": operator.and_,
-    "__or__": operator.or_,
-    "__invert__": operator.invert,
-    "__eq__": operator.eq,
-    "__ne__": operator.ne,
-    "__lt__": operator.lt,
-    "__le__": operator.le,
-    "__gt__": operator.gt,
-    "__ge__": operator.ge,
-    "__iadd__": operator.iadd,
-    "__isub__": operator.isub,
-    "__imul__": operator.imul,
-    "__itruediv__": operator.itruediv,
-    "__ior__": operator.ior,
-    "__iand__": operator.iand,
-}
+_NAMES = (
+    "getitem add sub mul truediv floordiv matmul neg and or invert eq ne lt le gt ge iadd isub imul itruediv ior iand"
+)
+_OPERATORS = {name: getattr(operator, name) for name in (f"__{word}__" for word in _NAMES.split())}
+_OPERATORS["__setitem__"] = functional.set_item
 
 
 SYMBOLIC_FUNCTIONS = {
@@ -203,18 +182,10 @@ def keeps_memory(name: str, args: Any) -> bool:
     )
 
 
-_OWN_PACKAGES = ("torch.", "hexa_fx.capture", "hexa_fx.isolation", "contextlib")
-
-
 def user_location() -> SourceLocation | None:
     """The innermost line of code that belongs neither to torch nor to this package."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = module_name(frame.f_globals)
-        if module != "torch" and not module.startswith(_OWN_PACKAGES):
-            return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    frame = asking_frame(("torch.", "hexa_fx.capture.", "hexa_fx.isolation.", "contextlib."))
+    return None if frame is None else SourceLocation(frame.f_code.co_filename, frame.f_lineno)
 
 
 def written_at(block: nn.Module, anybodys: bool = False) -> SourceLocation | None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import overlooked
+from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import scripts_as_python
 from hexa_fx.capture.probes import probe_inputs
@@ -29,7 +31,7 @@ from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.choices import numbers_intervals
 from hexa_fx.isolation.module_state import restored
-from hexa_fx.isolation.module_tree import modules_of, named_modules, with_ancestors
+from hexa_fx.isolation.module_tree import is_inside, modules_of, named_modules, with_ancestors
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
@@ -86,14 +88,22 @@ _WHOLE_NUMBERS = (*_INTEGERS, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(repr=False)
-class Selections(TorchFunctionMode):
-    """The mode that notes them.
+class ModelRun(TorchFunctionMode):
+    """The mode that notes what is selected, and by hooks which modules run and what they are given.
 
     Args:
         model: which will run.
+        wanted: paths of modules of which the first call is to be noted.
+        most_tokens: about as many at most are noted of what a module is given.
     """
 
     model: nn.Module
+    wanted: set[str]
+    most_tokens: int | None
+    recorded: dict[str, Observation] = field(default_factory=dict)
+    """First calls by path."""
+    called: dict[str, SourceLocation | None] = field(default_factory=dict)
+    """Where modules were called first, by path."""
     stack: list[str] = field(default_factory=list)
     """Paths of the modules that run, outermost first."""
     selecting: set[str] = field(default_factory=set)
@@ -103,11 +113,14 @@ class Selections(TorchFunctionMode):
     """Modules that give whole numbers and nothing else, such as which keys an attention is to read: no experts' outputs."""
     used: set[int] = field(default_factory=set)
     """Parameters that functions of torch were given, by id."""
-    runs: overlooked.Runs = field(default_factory=overlooked.Runs)
 
     def __post_init__(self) -> None:
         super().__init__()
         self._tables = set(map(memory_of, _whole_numbers_of(self.model)))
+        self._produced_by: dict[int, str] = {}  # id of an output -> the list its module stands in
+        self._alive: list[torch.Tensor] = []  # keeps these ids unique
+        self._given: dict[str, list[torch.Tensor]] = {}
+        self._versions: dict[str, list[int]] = {}  # of these tensors, when the module was left
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, ops.canonical(getattr(func, "__name__", ""))
@@ -131,6 +144,49 @@ class Selections(TorchFunctionMode):
         if len(tensors) < 2 or any(tensor.dtype not in _WHOLE_NUMBERS for tensor in tensors):
             return False
         return any(type(tensor) is torch.Tensor and memory_of(tensor) in self._tables for tensor in tensors)
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """A context in which hooks of all modules note their calls, at whose end it is known which arguments were written to."""
+        handles = []
+        for path, module in named_modules(self.model):
+            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                handles.append(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for path, before in self._versions.items():
+            written = before != [tensor._version for tensor in self._given[path]]
+            self.recorded[path] = replace(self.recorded[path], written=written)
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stack.append(path)
+        if path not in self.called:
+            self.called[path] = None if is_compiling() else user_location()  # as torch.cond() does
+        owner = path.rpartition(".")[0]
+        if any(self._produced_by.get(id(item)) == owner for item in args if isinstance(item, torch.Tensor)):
+            self.chained.add(owner)
+        if path in self.wanted and path not in self.recorded:
+            with DisableTorchFunction():
+                if self.most_tokens is not None:
+                    args, kwargs = probe_inputs(args, kwargs, self.most_tokens)
+                self.recorded[path] = Observation(path, module, copied(args), copied(kwargs))
+                tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+                self._given[path] = [tensor for tensor in tensors if not tensor.is_inference()]
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        path = self.stack.pop()
+        self.giving_ids |= {path} if _gives_ids(output) else set()
+        if path in self._given:
+            self._versions.setdefault(path, [tensor._version for tensor in self._given[path]])
+        owner, _, name = path.rpartition(".")
+        first = output[0] if isinstance(output, tuple) and output else output
+        if any(map(str.isdigit, name)) and isinstance(first, torch.Tensor):
+            self._produced_by[id(first)] = owner
+            self._alive.append(first)
 
 
 def _whole_numbers_of(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -213,17 +269,17 @@ def observe(
     if not (suspects | numbered | packed or others or overlooked.in_plain_lists(model)):
         return []
     for gradients in (False, True):
-        recorded: dict[str, Observation] = {}
-        mode, sharded = Selections(model), sharded_units(model)
+        wanted = {ancestor for path in suspects | numbered | packed for ancestor in with_ancestors(path)}
+        run, sharded = ModelRun(model, wanted, most_tokens), sharded_units(model)
         try:
             with (
                 tensors_restored(model, with_parameters),
                 restored(model),
                 random_state_kept(),
-                _hooks(model, suspects | numbered | packed, mode, recorded, most_tokens),
+                run.hooked(),
                 torch.set_grad_enabled(gradients),
                 scripts_as_python(all_of_them=False),
-                mode,
+                run,
             ):
                 model(*args, **kwargs)
                 for unit in sharded:
@@ -232,11 +288,11 @@ def observe(
         except RuntimeError as error:
             if gradients or not torch.is_grad_enabled() or is_out_of_memory(error):
                 raise
-    suspects = (suspects | numbered - mode.chained) - mode.giving_ids | suspects & {""}
+    suspects = (suspects | numbered - run.chained) - run.giving_ids | suspects & {""}
     if most_tokens is not None:  # a call, of which others will follow
-        suspects, packed = ({path for path in paths if _ran(model, path, mode)} for paths in (suspects, packed))
-    found = _candidates(model, suspects, mode, recorded)
-    left = _overlooked(model, suspects | packed, mode, recorded, {candidate.levels[0].path for candidate in found})
+        suspects, packed = ({path for path in paths if _ran(path, run)} for paths in (suspects, packed))
+    found = _candidates(suspects, run)
+    left = _overlooked(suspects | packed, run, {candidate.levels[0].path for candidate in found})
     order = {path: number for number, (path, _) in enumerate(named_modules(model))}
     return sorted([*found, *left], key=lambda candidate: order[candidate.levels[0].path])
 
@@ -255,93 +311,32 @@ def ancestors_of_suspects(model: nn.Module) -> set[str]:
     return {ancestor for paths in kinds for path in paths for ancestor in with_ancestors(path)}
 
 
-def _ran(model: nn.Module, path: str, mode: Selections) -> bool:
+def _ran(path: str, run: ModelRun) -> bool:
     """Whether a module was called, or the one that holds it as a list, or code around it took its weights."""
-    if any(id(p) in mode.used for p in model.get_submodule(path).parameters()):
+    if any(id(p) in run.used for p in run.model.get_submodule(path).parameters()):
         return True
-    while path and isinstance(model.get_submodule(path), NEVER_CALLED):
+    while path and isinstance(run.model.get_submodule(path), NEVER_CALLED):
         path = path.rpartition(".")[0]
-    return path in mode.runs.called
+    return path in run.called
 
 
-def _overlooked(
-    model: nn.Module, suspects: set[str], mode: Selections, recorded: Mapping[str, Observation], found: set[str]
-) -> list[Candidate]:
+def _overlooked(suspects: set[str], run: ModelRun, found: set[str]) -> list[Candidate]:
     """Blocks with what looks like experts, beside those that are ``found``, that choose none by index."""
-    left: dict[str, str] = {}
-    places: dict[str, SourceLocation | None] = {}
-    for path in suspects:
-        said = None if _is_list_of_layers(path, mode) else overlooked.why_overlooked(model, path, mode.runs)
-        if said is not None and said[0] not in left:
-            left[said[0]], places[said[0]] = said[1:]
-    left = overlooked.in_plain_lists(model, mode.selecting) | left
-    left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
+    in_lists = overlooked.in_plain_lists(run.model, run.selecting)
+    left: dict[str, tuple[str, SourceLocation | None]] = {path: (reason, None) for path, reason in in_lists.items()}
+    looked_at = (path for path in suspects if not _is_list_of_layers(path, run))
+    told = [said for path in looked_at if (said := overlooked.why_overlooked(run.model, path, run.called)) is not None]
+    left |= {block: (reason, location) for block, reason, location in reversed(told)}  # the first of each counts
+    left = {b: why for b, why in left.items() if not any(b == p or is_inside(p, b) or is_inside(b, p) for p in found)}
     return [
         Candidate(
-            (recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),),
+            (run.recorded.get(path) or Observation(path, run.model.get_submodule(path), (), {}),),
             reason,
-            location=places.get(path),
+            location=location,
         )
-        for path, reason in overlooked.innermost(left).items()
+        for path, (reason, location) in left.items()
+        if not any(is_inside(other, path) for other in left)
     ]
-
-
-@contextmanager
-def _hooks(
-    model: nn.Module, suspects: set[str], mode: Selections, recorded: dict[str, Observation], most_tokens: int | None
-) -> Iterator[None]:
-    """Records the arguments of suspects and of the modules around them, and tracks which module is running."""
-    wanted = {ancestor for path in suspects for ancestor in with_ancestors(path)}
-    handles = []
-    produced_by: dict[int, str] = {}  # id of an output -> the list its module stands in
-    alive: list[torch.Tensor] = []  # keeps these ids unique
-    given: dict[str, list[torch.Tensor]] = {}
-    versions: dict[str, list[int]] = {}  # of these tensors, when the module was left
-
-    def enter(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            mode.stack.append(path)
-            mode.runs.call(path)
-            owner = path.rpartition(".")[0]
-            if any(produced_by.get(id(item)) == owner for item in args if isinstance(item, torch.Tensor)):
-                mode.chained.add(owner)
-            if path in wanted and path not in recorded:
-                with DisableTorchFunction():
-                    if most_tokens is not None:
-                        args, kwargs = probe_inputs(args, kwargs, most_tokens)
-                    recorded[path] = Observation(path, module, copied(args), copied(kwargs))
-                    given[path] = [
-                        t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and not t.is_inference()
-                    ]
-
-        return hook
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        path = mode.stack.pop()
-        mode.giving_ids |= {path} if _gives_ids(output) else set()
-        if path in given:
-            versions.setdefault(path, [tensor._version for tensor in given[path]])
-        owner, _, name = path.rpartition(".")
-        if not any(map(str.isdigit, name)):
-            return
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, torch.Tensor):
-            produced_by[id(first)] = owner
-            alive.append(first)
-
-    for path, module in named_modules(model):
-        if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            continue
-        handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    for path, before in versions.items():
-        written = before != [tensor._version for tensor in given[path]]
-        recorded[path] = replace(recorded[path], written=written)
 
 
 def _gives_ids(output: Any) -> bool:
@@ -353,21 +348,18 @@ def _gives_ids(output: Any) -> bool:
 _LEVELS, _AROUND = 3, 6
 
 
-def _candidates(
-    model: nn.Module, suspects: set[str], mode: Selections, recorded: Mapping[str, Observation]
-) -> list[Candidate]:
+def _candidates(suspects: set[str], run: ModelRun) -> list[Candidate]:
     found: dict[str, Candidate] = {}
-    halves = _halves(model, suspects, mode.selecting)
+    halves = _halves(run.model, suspects, run.selecting)
     suspects = (suspects | {path.rpartition(".")[0] for path in halves}) - halves
-    for path in (path for path, _ in named_modules(model) if path in suspects):
-        if _is_list_of_layers(path, mode):
+    for path in (path for path, _ in named_modules(run.model) if path in suspects):
+        if _is_list_of_layers(path, run):
             continue
-        around = [
-            recorded[p] for p in with_ancestors(path) if p in recorded and _can_be_block(recorded[p], mode.selecting)
-        ]
+        recorded = (run.recorded[p] for p in with_ancestors(path) if p in run.recorded)
+        around = [observation for observation in recorded if _can_be_block(observation, run.selecting)]
         if around:
             found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS]), around=tuple(around[:_AROUND])))
-    innermost = {path: c for path, c in found.items() if not any(_is_inside(other, path) for other in found)}
+    innermost = {path: c for path, c in found.items() if not any(is_inside(other, path) for other in found)}
     return [_alone(path, candidate, innermost) for path, candidate in innermost.items()]
 
 
@@ -380,37 +372,30 @@ def _halves(model: nn.Module, suspects: set[str], selecting: set[str]) -> set[st
     owners = [path.rpartition(".")[0] for path in lone]
     halves = {path for path, owner in zip(lone, owners) if owners.count(owner) > 1 and owner in suspects | selecting}
     wide = [path for path in suspects if any(p.dim() > 3 for p in model.get_submodule(path).parameters(recurse=False))]
-    return halves | {p for p, owner in zip(lone, owners) if p in selecting and any(_is_inside(w, owner) for w in wide)}
+    return halves | {p for p, owner in zip(lone, owners) if p in selecting and any(is_inside(w, owner) for w in wide)}
 
 
 def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:
     """The candidate without the levels that contain another candidate."""
-    levels = [o for o in candidate.levels if not any(other != path and _is_inside(other, o.path) for other in others)]
+    levels = [o for o in candidate.levels if not any(other != path and is_inside(other, o.path) for other in others)]
     return Candidate(tuple(levels), around=candidate.around)
 
 
-def _is_inside(path: str, other: str) -> bool:
-    return path != other and path.startswith(f"{other}." if other else "")
-
-
-def _is_list_of_layers(path: str, mode: Selections) -> bool:
+def _is_list_of_layers(path: str, run: ModelRun) -> bool:
     """Whether the members each do their own routing, or feed each other, without any routing beside them."""
     owner = path.rpartition(".")[0]
-    inside = {s for s in mode.selecting if _is_inside(s, path)}
-    beside = {s for s in mode.selecting if path and (s == owner or _is_inside(s, owner))} - inside
-    if not beside and inside and all(_is_member(s[len(path) :].lstrip(".")) for s in inside):
+    inside = {s for s in run.selecting if is_inside(s, path)}
+    beside = {s for s in run.selecting if path and (s == owner or is_inside(s, owner))} - inside
+    members = (s[len(path) :].lstrip(".").split(".")[0].rpartition("_")[2] for s in inside)
+    if not beside and inside and all(map(str.isdigit, members)):
         return True
-    return path in mode.chained and not mode.selecting & {owner, path}
-
-
-def _is_member(relative: str) -> bool:
-    return relative.split(".")[0].rpartition("_")[2].isdigit()
+    return path in run.chained and not run.selecting & {owner, path}
 
 
 def _can_be_block(observation: Observation, selecting: set[str]) -> bool:
     """Whether the module or a child selects by index, or is given indices along with tokens."""
     path = observation.path
-    if any(s == path or _is_inside(s, path) or path == "" for s in selecting):
+    if any(s == path or is_inside(s, path) or path == "" for s in selecting):
         return True
     given = [*observation.args, *observation.kwargs.values()]
     tensors = [value for value in given if isinstance(value, torch.Tensor)]

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 
-from hexa_fx.capture.calls import user_location
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.lookup import MODULE_STATE
 from hexa_fx.isolation.module_tree import inside
@@ -37,18 +34,6 @@ NOT_REACHED = "its experts did not run on the example: give an example that reac
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
-@dataclass
-class Runs:
-    """What the run on the example showed: where modules were called first."""
-
-    called: dict[str, SourceLocation | None] = field(default_factory=dict)
-
-    def call(self, path: str) -> None:
-        """Notes a call of the module at ``path``."""
-        if path not in self.called:
-            self.called[path] = None if is_compiling() else user_location()  # as torch.cond() does
-
-
 def packed_experts(module: nn.Module) -> str:
     """Names and types of buffers of integers that look like experts' weights; empty if there are none."""
     own = [(name, buffer) for name, buffer in module.named_buffers() if buffer.dtype in _INTEGERS]
@@ -65,25 +50,27 @@ def _are_alike(children: list[nn.Module]) -> bool:
     return len(children) > 1 and len(shapes) == 1 and shapes != {()}
 
 
-def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str, SourceLocation | None] | None:
+def why_overlooked(
+    model: nn.Module, path: str, called: Mapping[str, SourceLocation | None]
+) -> tuple[str, str, SourceLocation | None] | None:
     """Path of the block around the experts at ``path``, why it is left, and where, if that is one line; None if they do not look
-    like experts."""
+    like experts. ``called``: modules that ran, and where they were called first."""
     module = model.get_submodule(path)
     members = [inside(path, name) for name, _ in module.named_children()]
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (len(members) > 1 and path not in runs.called)
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (len(members) > 1 and path not in called)
     owner = block = path.rpartition(".")[0] if is_list and path else path
     integers = packed_experts(module)
     while is_list and block and not integers and _holds_only(model.get_submodule(block), module):
         block = block.rpartition(".")[0]
     if integers:
         return block, INTEGERS.format(integers), None
-    called = next((member for member in members if member in runs.called), "")
+    ran = next((member for member in members if member in called), "")
     routed = has_router(model.get_submodule(block), module, len(members) if is_list else _stacked(module))
     if not is_list:
         return (block, UNCHOSEN, None) if routed else None
-    if "expert" not in path.rpartition(".")[2].lower() or not (called or routed):
+    if "expert" not in path.rpartition(".")[2].lower() or not (ran or routed):
         return None
-    return (block if routed else owner), UNCHOSEN if called else NOT_REACHED, runs.called.get(called)
+    return (block if routed else owner), UNCHOSEN if ran else NOT_REACHED, called.get(ran)
 
 
 def owners_of_shared(model: nn.Module, suspects: Iterable[str]) -> set[str]:
@@ -131,12 +118,3 @@ def _holds_only(around: nn.Module, experts: nn.Module) -> bool:
     """Whether all parameters of a module around experts are theirs: the module is a part of the block."""
     theirs = set(map(id, experts.parameters()))
     return all(id(parameter) in theirs for parameter in around.parameters())
-
-
-def _inside(path: str, paths: Iterable[str]) -> bool:
-    return any(other == path or other.startswith(f"{path}." if path else "") for other in paths)
-
-
-def innermost(found: Mapping[str, str]) -> dict[str, str]:
-    """Of blocks and their reasons, those that hold no other such block."""
-    return {path: why for path, why in found.items() if not any(p != path and _inside(path, [p]) for p in found)}

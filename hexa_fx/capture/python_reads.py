@@ -29,7 +29,7 @@ from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, is_users, logs, module_name
+from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, asking_frame, is_users, logs, module_name
 from hexa_fx.isolation.read_values import (
     IsA,
     Keys,
@@ -44,7 +44,6 @@ _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_in
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE}
 """What is done to a tensor, and no condition."""
-_PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
@@ -265,14 +264,10 @@ class PythonReads:
 
     def asked(self, tensor: Any, attribute: str) -> None:
         """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
-            frame = frame.f_back
-        if (
-            frame is None
-            or attribute not in _OF_GRADIENTS | _CHANGED.keys()
-            or not is_users(module_name(frame.f_globals))
-        ):
+        if attribute not in _OF_GRADIENTS | _CHANGED.keys():
+            return
+        frame = asking_frame(("hexa_fx.", "torch._tensor.", "torch.overrides."))
+        if frame is None or not is_users(module_name(frame.f_globals)):
             return
         if attribute in _CHANGED:
             self._note_done(tensor, attribute)

@@ -20,7 +20,7 @@ import torch.fx
 
 from hexa_fx.capture.bytecode import instructions_of
 from hexa_fx.capture.records import record_of
-from hexa_fx.isolation.purity import module_name
+from hexa_fx.isolation.purity import asking_frame
 
 _FOR_PEOPLE = frozenset("print debug info warning warn error exception critical log write".split())
 
@@ -29,9 +29,7 @@ def noted_text(text: str, used: Callable[[], None]) -> str:
     """A text that code makes of a number. Tells ``used`` that the code may go by it, unless that code prints or logs something, as
     what is written for people is no result.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and module_name(frame.f_globals).startswith(("torch", "hexa_fx.")):
-        frame = frame.f_back
+    frame = asking_frame(("torch.", "hexa_fx."))
     if frame is None or _FOR_PEOPLE.isdisjoint(frame.f_code.co_names):
         used()
     return text

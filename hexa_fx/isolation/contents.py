@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.isolation.lookup import LITERALS, MISSING, MODULE_STATE, PLAIN, is_collection, is_object
+from hexa_fx.isolation.lookup import (
+    LITERALS,
+    MISSING,
+    MODULE_STATE,
+    PLAIN,
+    attributes,
+    filling,
+    is_collection,
+    is_object,
+    slots_of,
+)
 from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.purity import is_users, module_name
 
-_DEEPEST = 4
-_MOST = 4096
+_DEEPEST = 6
 
 
 @dataclass(frozen=True)
@@ -86,9 +94,12 @@ def is_of_other_library(parameter: torch.Tensor) -> bool:
     )
 
 
-def _inside(name: str, value: Any, seen: set[int]) -> Iterator[Holder]:
+def _inside(
+    name: str, value: Any, seen: set[int], enters: Callable[[Any], bool] = is_object, most: int = 1 << 12
+) -> Iterator[Holder]:
+    """The value and what is inside it, as far as ``enters`` says, until ``most`` are ``seen``."""
     left: deque[tuple[int, str, Any]] = deque([(1, name, value)])
-    while left and len(seen) < _MOST:
+    while left and len(seen) < most:
         depth, label, holder = left.popleft()
         if id(holder) in seen:
             continue
@@ -96,7 +107,7 @@ def _inside(name: str, value: Any, seen: set[int]) -> Iterator[Holder]:
         if not isinstance(holder, (tuple, frozenset)):
             yield Holder(label, holder)
         if depth < _DEEPEST:
-            left.extend((depth + 1, _step(label, key), item) for key, item in contents(holder) if is_object(item))
+            left.extend((depth + 1, _step(label, key), item) for key, item in contents(holder) if enters(item))
 
 
 def _step(label: str, key: Any) -> str:
@@ -120,24 +131,7 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
         found = list(vars(holder).items())
         # which copy.copy notes for itself
         return [item for item in found if item[0] != "__slotnames__"] if "__slotnames__" in vars(holder) else found
-    filled = ((name, _filling(slot, holder)) for name, slot in _slots(holder).items())
-    return [*getattr(holder, "__dict__", {}).items(), *(item for item in filled if item[1] is not MISSING)]
-
-
-def _slots(holder: Any) -> dict[str, types.MemberDescriptorType]:
-    """Of an object whose class has ``__slots__``. Those of the standard library are caches, such as a path's text."""
-    cls = type(holder)
-    if isinstance(holder, type) or cls.__module__.partition(".")[0] in sys.stdlib_module_names:
-        return {}
-    members = (item for base in cls.__mro__ if "__slots__" in vars(base) for item in vars(base).items())
-    return {name: member for name, member in members if isinstance(member, types.MemberDescriptorType)}
-
-
-def _filling(slot: types.MemberDescriptorType, holder: Any) -> Any:
-    try:
-        return slot.__get__(holder)
-    except AttributeError:
-        return MISSING
+    return list(attributes(holder).items())
 
 
 def _plain_kind(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
@@ -160,7 +154,7 @@ def _by_name(holder: Any) -> Mapping[Any, Any] | None:
         return holder
     if isinstance(holder, type):
         return vars(holder) if "__slotnames__" not in vars(holder) else None
-    return None if is_collection(holder) or _slots(holder) else getattr(holder, "__dict__", None)
+    return None if is_collection(holder) or slots_of(holder) else getattr(holder, "__dict__", None)
 
 
 def same(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
@@ -216,11 +210,11 @@ def _put_items_back(content: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _put_slots_back(holder: Any, before: dict[str, Any]) -> None:
-    slots = _slots(holder)
+    slots = slots_of(holder)
     for name, slot in slots.items():
         if name in before:
             slot.__set__(holder, before[name])
-        elif _filling(slot, holder) is not MISSING:
+        elif filling(slot, holder) is not MISSING:
             slot.__delete__(holder)
     if hasattr(holder, "__dict__"):
         _put_items_back(vars(holder), {name: value for name, value in before.items() if name not in slots})
@@ -235,7 +229,6 @@ def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
 
 
 _LISTS = (list, dict, set, deque)
-_MOST_ITEMS, _DEEPEST_KEPT = 256, 6
 _EMPTY = types.CellType()
 _COUNTING = (nn.Module, types.FunctionType, types.CellType, type)
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -355,22 +348,11 @@ def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
             if name.startswith("__") or id(value) in seen or not (kind is value or is_object(value)):
                 continue
             if isinstance(value, _LISTS) or is_users(kind.__module__):
-                yield from _kept_inside(name, value, seen)
+                yield from _inside(name, value, seen, _may_keep_results, 1 << 17)
 
 
-def _kept_inside(name: str, value: Any, seen: set[int]) -> Iterator[Holder]:
-    """The value, the lists, dicts and the user's objects in it, and those in these."""
-    left: deque[tuple[int, str, Any]] = deque([(1, name, value)])
-    seen.add(id(value))
-    while left:
-        depth, label, holder = left.popleft()
-        yield Holder(label, holder)
-        held = contents(holder)
-        new = [(key, inner) for key, inner in held if is_object(inner) and id(inner) not in seen]
-        inside = [(key, inner) for key, inner in new if type(inner) in _LISTS or is_users(type(inner).__module__)]
-        if depth < _DEEPEST_KEPT and len(held) <= _MOST_ITEMS:
-            seen.update(id(inner) for _, inner in inside)
-            left.extend((depth + 1, f"{label}.{key}", inner) for key, inner in inside)
+def _may_keep_results(value: Any) -> bool:
+    return is_object(value) and (type(value) in _LISTS or is_users(type(value).__module__))
 
 
 def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Holder]:

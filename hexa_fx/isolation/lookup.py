@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import itertools
+import sys
 import threading
 import types
 from collections import deque
@@ -128,13 +129,25 @@ def items(holder: Any) -> dict[Any, Any]:
 
 def attributes(holder: Any) -> dict[str, Any]:
     """What an instance has of its own, be it under the names of slots."""
-    found = dict(getattr(holder, "__dict__", None) or {})
-    for cls in type(holder).__mro__:
-        for name in _slots(cls):
-            value = step(holder, name)
-            if value is not MISSING:
-                found[name] = value
-    return found
+    filled = ((name, filling(slot, holder)) for name, slot in slots_of(holder).items())
+    return {**getattr(holder, "__dict__", {}), **{name: value for name, value in filled if value is not MISSING}}
+
+
+def slots_of(holder: Any) -> dict[str, types.MemberDescriptorType]:
+    """Of an object whose class has ``__slots__``. Those of the standard library are caches, such as a path's text."""
+    cls = type(holder)
+    if isinstance(holder, type) or cls.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return {}
+    members = (item for base in cls.__mro__ if "__slots__" in vars(base) for item in vars(base).items())
+    return {name: member for name, member in members if isinstance(member, types.MemberDescriptorType)}
+
+
+def filling(slot: types.MemberDescriptorType, holder: Any) -> Any:
+    """What lies in a slot, or `MISSING`."""
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return MISSING
 
 
 def tensors_in(values: Iterable[Any], deepest: int = _DEEPEST) -> Iterator[torch.Tensor]:
@@ -144,11 +157,6 @@ def tensors_in(values: Iterable[Any], deepest: int = _DEEPEST) -> Iterator[torch
             yield value
         elif deepest and is_object(value):
             yield from tensors_in(items(value).values(), deepest - 1)
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    names = vars(cls).get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(name for name in names if not name.startswith("__"))
 
 
 CALLED = "()"

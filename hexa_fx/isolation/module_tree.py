@@ -120,6 +120,11 @@ def inside(path: str, name: str) -> str:
     return f"{path}.{name}".strip(".")
 
 
+def is_inside(path: str, other: str) -> bool:
+    """Whether the module at ``path`` is one of those in the module at ``other``, which is the model if it is empty."""
+    return path != other and path.startswith(f"{other}." if other else "")
+
+
 def with_ancestors(path: str) -> Iterator[str]:
     """The dotted path of a module, then of everything that holds it, the model (an empty path) last."""
     yield path

@@ -44,6 +44,14 @@ def module_name(namespace: Mapping[str, Any]) -> str:
     return str(namespace.get("__name__", ""))
 
 
+def asking_frame(passed: tuple[str, ...]) -> types.FrameType | None:
+    """The innermost frame that is not of these Python modules, or of those inside: of the code that asks something right now."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and f"{module_name(frame.f_globals)}.".startswith(passed):
+        frame = frame.f_back
+    return frame
+
+
 def raised_by_user(error: BaseException) -> bool:
     """Whether a ``raise`` or an ``assert`` of the user's code made an error; else an operation that it called failed."""
     if isinstance(error, AssertionError):

@@ -65,7 +65,7 @@ class WeightReader:
         self._bases = bases
         self._ready = False
         self._children: list[nn.Module] = []
-        self._classes: list[type] = []
+        self._kinds, self._classes = list[type](), list[type]()
 
     @property
     def block(self) -> nn.Module:
@@ -173,8 +173,7 @@ class WeightReader:
         lasting += [(vars(owner), "_modules") for owner in passed.values() if rebuilds(owner)]
         self._holders, self._names_there = [held for held, _ in lasting], [name for _, name in lasting]
         self._held = list(map(dict.get, self._holders, self._names_there))
-        self._kinds: list[type] = list(map(type, self._children))
-        self._classes = list(map(class_of, self._children))
+        self._kinds, self._classes = list(map(type, self._children)), list(map(class_of, self._children))
         self._ready = True
 
     def _look_at_classes(self) -> None:
