@@ -31,7 +31,7 @@ from hexa_fx.isolation.contents import Sandbox
 from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.read_values import alike, gradients_asked
-from hexa_fx.isolation.shadow import InPlace, put_apart, shadow_of
+from hexa_fx.isolation.shadow import InPlace, shadow_of
 from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
@@ -205,7 +205,6 @@ class Specialiser:
             asked: see `Observation.numbers`. but: see `StructureCache.but`.
         """
         config, shadow, cache = self.config, self._shadow(forward, module), self.cache.but(but)
-        put_apart(shadow, asked)
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written, numbers=asked)
@@ -248,8 +247,8 @@ def _unpickled(
 
 
 def _asked(forward: HexaForward, miss: GuardMiss | None) -> Iterator[dict[str, float]]:
-    """Numbers that modules keep, and objects and dicts there, and that every call is to ask for, by name, as they were: those that
-    are known and all that have changed; then of these only one, whose change kept a call from what was made of earlier ones; none.
+    """Numbers that modules keep and that every call is to ask for, by name, as they were: those that are known and all that have
+    changed; then of these only one, whose change kept a call from what was made of earlier ones; none.
     """
     module, missed = forward.module, miss.read if isinstance(miss, ReadMiss) else ""
     known = {name: number for name, number in forward.numbers.items() if number is not None}
@@ -257,8 +256,7 @@ def _asked(forward: HexaForward, miss: GuardMiss | None) -> Iterator[dict[str, f
     made = forward.specialisations if missed else ()
     before: dict[str, Any] = {}
     for read in (read for each in made for read in each.attributes.reads if not read.is_global):
-        noted = read.value.items() if type(read.value) is dict else ()
-        before |= {str(read): read.value, **{f"{read}.{key}": value for key, value in noted}}
+        before[str(read)] = read.value
     numbers = (name for name in before.keys() - forward.numbers.keys() if type(before[name]) in _NUMBERS)
     now = {name: number_at(module, name) for name in numbers}
     changed = {

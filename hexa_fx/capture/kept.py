@@ -233,22 +233,16 @@ class Kept:
             if len(found[0]) <= _MOST:
                 self._met[id(value)] = _Met(value, found, found)
 
-    def noting(self, cls: type) -> dict[str, Callable[..., None]]:
-        """Methods for a class that note what is set in an object and what is removed from it."""
+    def noting(self, cls: type) -> Callable[..., None]:
+        """A ``__setattr__`` for a class that notes what is set in an object."""
         plain_set: Callable[..., None] = cls.__setattr__
-        plain_delete: Callable[..., None] = cls.__delattr__
 
         def __setattr__(holder: Any, name: str, value: Any) -> None:
             plain_set(holder, name, value)
             if id(holder) in self._met and name in dict(contents(holder)):  # else a property took it
                 self.note(holder, name)
 
-        def __delattr__(holder: Any, name: str) -> None:
-            if id(holder) in self._met and name in dict(contents(holder)):
-                self.note(holder, name)
-            plain_delete(holder, name)
-
-        return {"__setattr__": __setattr__, "__delattr__": __delattr__}
+        return __setattr__
 
     def leave(self, scope: str) -> None:
         """Looks what the code of a module changed, before another one's goes on."""

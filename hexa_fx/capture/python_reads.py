@@ -177,7 +177,9 @@ class PythonReads:
             return
         noting = self._noting(cls.__getattribute__)
         noting.noting = getattr_of(cls)  # type: ignore[attr-defined]
-        methods = {"__getattribute__": noting, **({} if issubclass(cls, nn.Module) else self.objects.noting(cls))}
+        methods: dict[str, Any] = {"__getattribute__": noting}
+        if not issubclass(cls, nn.Module):
+            methods["__setattr__"] = self.objects.noting(cls)
         self._patched[cls] = {name: vars(cls).get(name) for name in methods}
         for name, method in methods.items():
             type.__setattr__(cls, name, method)

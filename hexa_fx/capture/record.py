@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.contents import Contents, Holder
-from hexa_fx.isolation.lookup import is_object, number_at, put_number, step, tensors_in
+from hexa_fx.isolation.lookup import is_object, number_at, put_number, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import inside, kept_tensors, tensors_by_name
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number
@@ -268,19 +267,11 @@ def _ask_for_numbers(block: nn.Module, recorder: Recorder, names: Collection[str
     for name in sorted(names):
         path, _, _ = name.rpartition(".")
         tensor = recorder.parameters[name]
-        read = (recorder.lift(tensor), *_past_attributes(block, name))
-        number = recorder.add("call_function", guards.item, read, {}, tensor.item())
+        number = recorder.add("call_function", guards.item, (recorder.lift(tensor),), {}, tensor.item())
         recorder.scopes.append(path)
         recorder.asked[name] = wrap(tensor.item(), number, recorder)
         put_number(block, name, recorder.asked[name])
         recorder.scopes.pop()
-
-
-def _past_attributes(block: nn.Module, name: str) -> tuple[str, ...]:
-    """The steps of a dotted name from the first dict on."""
-    steps = name.split(".")
-    on_way = itertools.accumulate(steps, step, initial=block)
-    return tuple(steps[next((n for n, holder in enumerate(on_way) if isinstance(holder, dict)), len(steps)) :])
 
 
 _DTYPES = {int: torch.int64, float: torch.float64}

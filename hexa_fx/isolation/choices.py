@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,26 +98,6 @@ def choosing_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return call
 
 
-def _topk(scores: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> ChoosingCall | None:
-    return _call("topk", scores, dim, int(k))
-
-
-def _best(name: str, scores: Any, dim: Any = None, keepdim: bool = False) -> ChoosingCall | None:
-    return _call(name, scores, dim, 1, keepdim)
-
-
-def _sorted(
-    name: str, scores: Any, dim: int = -1, descending: bool = False, stable: bool = False
-) -> ChoosingCall | None:
-    return _call(name, scores, dim, None, True, not descending)
-
-
-def _multinomial(
-    scores: Any, num_samples: Any, replacement: bool = False, *, generator: Any = None
-) -> ChoosingCall | None:
-    return _call("multinomial", scores, -1, int(num_samples))
-
-
 def _call(
     name: str, scores: Any, dim: Any, width: int | None, keepdim: bool = True, ascending: bool = False
 ) -> ChoosingCall | None:
@@ -128,12 +107,23 @@ def _call(
     return ChoosingCall(name, scores, dim, scores.shape[dim] if width is None else width, keepdim, ascending)
 
 
+def _best(name: str) -> Callable[..., ChoosingCall | None]:
+    return lambda scores, dim=None, keepdim=False: _call(name, scores, dim, 1, keepdim)
+
+
+def _sorted(name: str) -> Callable[..., ChoosingCall | None]:
+    return lambda scores, dim=-1, descending=False, stable=False: _call(name, scores, dim, None, True, not descending)
+
+
 _READERS: dict[str, Callable[..., ChoosingCall | None]] = {
-    "topk": _topk,
-    "multinomial": _multinomial,
-    **{name: partial(_best, name) for name in ("argmax", "max")},
-    **{name: partial(_sorted, name) for name in ("sort", "argsort")},
+    "topk": lambda scores, k, dim=-1, largest=True, sorted=True: _call("topk", scores, dim, int(k)),
+    "multinomial": lambda scores, num_samples, replacement=False, *, generator=None: _call(
+        "multinomial", scores, -1, int(num_samples)
+    ),
+    **{name: _best(name) for name in ("argmax", "max")},
+    **{name: _sorted(name) for name in ("sort", "argsort")},
 }
+"""What each function is called with, by its names for that, but for ``input``."""
 
 
 class ChoiceCounter:

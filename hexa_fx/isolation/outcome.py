@@ -24,8 +24,8 @@ SCALE_FLOOR = 1e-6
 """A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
 gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
 
-_SMALL, _PIECE, _TOGETHER = 1 << 11, 1 << 17, 1 << 20
-"""Elements of a tensor that is laid beside others, of one that are compared at a time, and of several."""
+_PIECE, _TOGETHER = 1 << 17, 1 << 20
+"""Elements of a tensor that are compared at a time, and of several."""
 
 
 @dataclass(frozen=True)
@@ -292,24 +292,16 @@ def largest(tensor: torch.Tensor) -> float:
 
 @autocast_off()
 def largest_of(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """`largest` of each, by few waits for a device. Small ones, and all on a GPU, are laid side by side for it."""
+    """`largest` of each, by one wait for a device."""
     found = [0.0] * len(tensors)
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
-            apart = tensor.device.type == "cpu" and tensor.numel() > _SMALL
-            alike.setdefault((tensor.device, tensor.dtype, None if apart else tensor.shape), []).append(number)
-    for (device, _, shape), numbers in alike.items():
-        most = 8 * _SMALL if shape is not None and device.type == "cpu" else _TOGETHER
-        for batch in batches(numbers, lambda number: tensors[number].numel(), most):
-            chosen = [tensors[number] for number in batch]
-            if shape is None:
-                ends = torch.stack([end for tensor in chosen for end in torch.aminmax(tensor)]).view(-1, 2)
-            else:
-                rows = torch.stack(chosen) if len(chosen) > 1 else chosen[0][None]  # a large one is not copied
-                ends = torch.stack(torch.aminmax(rows.reshape(len(chosen), -1), dim=1), 1)
-            for number, value in zip(batch, ends.abs().amax(1).tolist()):
-                found[number] = value
+            alike.setdefault((tensor.device, tensor.dtype), []).append(number)
+    for numbers in alike.values():
+        ends = torch.stack([end for number in numbers for end in torch.aminmax(tensors[number])])
+        for number, value in zip(numbers, ends.view(-1, 2).abs().amax(1).tolist()):
+            found[number] = value
     return found
 
 

@@ -182,14 +182,6 @@ def _size(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim] if tensor.dim() else 1
 
 
-def _along(self: Tensor, dim: int, index: Tensor, *_: Any, **__: Any) -> None:
-    _within(index, 0, _size(self, dim))
-
-
-def _along_from_end(self: Tensor, dim: int, index: Tensor, *_: Any, **__: Any) -> None:
-    _within(index, -_size(self, dim), _size(self, dim))
-
-
 def _places(self: Tensor, indices: Sequence[Tensor | None], *_: Any, **__: Any) -> None:
     dim = 0
     for index in indices:
@@ -200,18 +192,6 @@ def _places(self: Tensor, indices: Sequence[Tensor | None], *_: Any, **__: Any) 
         else:
             _within(index, -self.shape[dim], self.shape[dim])
             dim += 1
-
-
-def _flat(self: Tensor, index: Tensor, *_: Any, **__: Any) -> None:
-    _within(index, -self.numel(), self.numel())
-
-
-def _rows(weight: Tensor, indices: Tensor, *_: Any, **__: Any) -> None:
-    _within(indices, 0, weight.shape[0])
-
-
-def _classes(self: Tensor, target: Tensor, weight: Any = None, reduction: Any = 1, ignore_index: int = -100) -> None:
-    _within(target[target != ignore_index], 0, self.shape[min(1, self.dim() - 1)])
 
 
 def _repeats(self: Tensor, repeats: Any = None, *_: Any, **__: Any) -> None:
@@ -247,20 +227,28 @@ def _asserted(self: Tensor, *_: Any, **__: Any) -> None:
         raise RuntimeError("Expected Tensor with single nonzero value, but got zero")
 
 
-_CHECKED: dict[Callable[..., None], str] = {
-    _along: "gather scatter scatter_add scatter_reduce index_add index_copy index_reduce index_select",
-    _along_from_end: "index_fill",
-    _places: "index index_put index_put_impl unsafe_index unsafe_index_put",
-    _flat: "take put",
-    _rows: "embedding embedding_bag embedding_bag_forward_only",
-    _classes: "nll_loss_forward nll_loss2d_forward",
-    _repeats: "repeat_interleave",
-    _groups: "grouped_mm",
-    _distribution: "multinomial",
-    _bernoulli: "bernoulli",
-    _asserted: "assert_async",
+_CHECKED: dict[str, Callable[..., None]] = {
+    "gather scatter scatter_add scatter_reduce index_add index_copy index_reduce index_select": (
+        lambda self, dim, index, *_, **__: _within(index, 0, _size(self, dim))
+    ),
+    "index_fill": lambda self, dim, index, *_, **__: _within(index, -_size(self, dim), _size(self, dim)),
+    "index index_put index_put_impl unsafe_index unsafe_index_put": _places,
+    "take put": lambda self, index, *_, **__: _within(index, -self.numel(), self.numel()),
+    "embedding embedding_bag embedding_bag_forward_only": (
+        lambda weight, indices, *_, **__: _within(indices, 0, weight.shape[0])
+    ),
+    "nll_loss_forward nll_loss2d_forward": (
+        lambda self, target, weight=None, reduction=1, ignore_index=-100: _within(
+            target[target != ignore_index], 0, self.shape[min(1, self.dim() - 1)]
+        )
+    ),
+    "repeat_interleave": _repeats,
+    "grouped_mm": _groups,
+    "multinomial": _distribution,
+    "bernoulli": _bernoulli,
+    "assert_async": _asserted,
 }
-_CHECKS = {name: check for check, names in _CHECKED.items() for name in names.split()}
+_CHECKS = {name: check for names, check in _CHECKED.items() for name in names.split()}
 """By an operator's name without underscores around it."""
 
 

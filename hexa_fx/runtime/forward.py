@@ -320,42 +320,42 @@ class HexaForward(InPlace):
             made = (latest, *(each for each in made if each is not latest))
         return self._first_of(made, args, kwargs)
 
-    def _first_of(self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_of(
+        self,
+        made: Sequence[Specialisation],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        miss: GuardMiss | None = None,
+    ) -> Any:
         """Runs the first of some specialisations that takes a call.
+
+        Args:
+            miss: of one that was tried before. Submodules that have been called by then give what they gave.
 
         Raises:
             GuardMiss: none does; why the last one for this mode does not.
         """
-        module, miss = self.module, None
+        module = self.module
         training = bool(module.training)
-        for place, each in enumerate(made):
+        for each in made:
             try:
-                result = each.run(module, self._arguments, self.adapters, args, kwargs)
+                if miss is None or not miss.called:
+                    result = each.run(module, self._arguments, self.adapters, args, kwargs)
+                else:
+                    with answered(module, miss.called):
+                        result = each.run(module, self._arguments, self.adapters, args, kwargs)
             except GuardMiss as found:
-                if found.called:
-                    return self._first_answered(made[place + 1 :], args, kwargs, found)
-                found = without_frames(found)
-                miss = found if each.holds_in(training) or miss is None else miss
-                self._restart()
+                if miss is not None and miss.called:
+                    miss = without_frames(found) if len(found.called) > len(miss.called) else miss
+                    continue
+                if found.called or each.holds_in(training) or miss is None:
+                    miss = without_frames(found)
+                if not miss.called:
+                    self._restart()
                 continue
             self._latest = each
             return result
         raise miss or GuardMiss("nothing was made of the block yet")
-
-    def _first_answered(
-        self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss
-    ) -> Any:
-        """The same in a call in which submodules have been called before ``miss``: they give what they gave."""
-        for each in made:
-            try:
-                with answered(self.module, miss.called):
-                    result = each.run(self.module, self._arguments, self.adapters, args, kwargs)
-            except GuardMiss as found:
-                miss = without_frames(found) if len(found.called) > len(miss.called) else miss
-                continue
-            self._latest = each
-            return result
-        raise miss
 
     def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int) -> Any:
         """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes.
@@ -382,11 +382,10 @@ class HexaForward(InPlace):
         first = min(tried, len(self.specialisations) - 1)  # `add` may have taken the others away
         added = self.specialisations[first:]
         try:
-            if miss is not None and miss.called:
-                result = self._first_answered(added, args, kwargs, miss)
-            else:
+            called = miss is not None and miss.called
+            if not called:
                 self._restart()
-                result = self._first_of(added, args, kwargs)
+            result = self._first_of(added, args, kwargs, miss if called else None)
         except GuardMiss as found:
             return self._own(found.args[0], args, kwargs, without_frames(found))
         self.ran += 1

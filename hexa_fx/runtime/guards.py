@@ -115,11 +115,8 @@ def require_finite(values: torch.Tensor, expected: str) -> None:
         raise OwnCodeOnly(f"expected {expected}")
 
 
-def item(value: Any, *steps: str) -> Any:
-    """A number that a module keeps, or an object or dict on its way: where ``steps`` lead to from ``value``. In the recorded run a
-    tensor stood for it. Raises `GuardMiss` if there is a tensor now."""
-    for name in steps:
-        value = value[name] if isinstance(value, dict) else getattr(value, name)
+def item(value: Any) -> Any:
+    """A number that a module keeps; in the recorded run a tensor stood for it. Raises `GuardMiss` if there is a tensor now."""
     if isinstance(value, torch.Tensor):
         raise GuardMiss("a number that the block counts with is a tensor now")
     return value

@@ -14,7 +14,6 @@ import torch.fx
 from hexa_fx.ops.direct import DIRECT, TAKE_LISTS
 from hexa_fx.ops.listed import dense
 from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST, WithoutAutocast
-from hexa_fx.runtime.guards import item
 
 
 def direct(graph: torch.fx.Graph, lists: Collection[str] = ()) -> torch.fx.Graph:
@@ -28,21 +27,9 @@ def direct(graph: torch.fx.Graph, lists: Collection[str] = ()) -> torch.fx.Graph
     _stack_for_others(copied, lists)
     for node in [*copied.nodes]:
         node.target = DIRECT.get(node.target, node.target)
-        if node.target is item and len(node.args) > 1:
-            _find_in_dict(node)
         if device := node.meta.get(WITHOUT_AUTOCAST):
             _switch_off(node, device)
     return copied
-
-
-def _find_in_dict(number: torch.fx.Node) -> None:
-    """Has the number be looked up from the object on, from which no attribute leads to it."""
-    (read,) = number.all_input_nodes
-    above = str(read.target).removesuffix("." + ".".join(map(str, number.args[1:])))
-    with number.graph.inserting_before(number):
-        number.replace_input_with(read, number.graph.get_attr(above))
-    if not read.users:
-        number.graph.erase_node(read)
 
 
 def _stack_for_others(graph: torch.fx.Graph, lists: Collection[str]) -> None:
