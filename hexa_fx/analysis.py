@@ -30,14 +30,12 @@ from hexa_fx.lora import LinearLora, taken_off
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import NotRecorded, analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, StructureCache, mode_of, moved_to, refused
-from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.preconditions import is_elsewhere, why_hidden, why_partitioned
 from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.listed_experts import reads_codes
-from hexa_fx.runtime.warmup import Example
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import unpacked
 
@@ -52,7 +50,6 @@ class ModelAnalysis:
     Args:
         analyses: one for every block that looked like MoE, in model order.
         report: the same for people to read.
-        examples: an example call, by path, of every rewritten block that is not identical to an earlier one.
         calls: (args, kwargs) of every block that was analysed, by path.
         around: calls of every rewritten block and of the modules around it, innermost first, by the block's path.
         effects: what code reaches outside of modules, as it was before.
@@ -64,7 +61,6 @@ class ModelAnalysis:
 
     analyses: tuple[BlockAnalysis, ...]
     report: OptimizationReport
-    examples: Mapping[str, Example]
     calls: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
     around: Mapping[str, Sequence[Observation]]
     effects: Sandbox
@@ -84,16 +80,6 @@ class ModelAnalysis:
     def rewritten(self) -> list[BlockAnalysis]:
         """The blocks that can be replaced."""
         return [analysis for analysis in self.analyses if analysis.rewritten is not None]
-
-    @property
-    def unusual_examples(self) -> dict[str, Example]:
-        """Of `examples`, those of blocks with a region that is no `hexa::moe_ffn`, whose kernels only a run shows."""
-        unusual = {
-            analysis.path
-            for analysis in self.rewritten
-            if analysis.match and any(isinstance(region.body, FreeBody) for region in analysis.match.regions)
-        }
-        return {path: example for path, example in self.examples.items() if path in unusual}
 
 
 def analyse_model(
@@ -140,7 +126,6 @@ def _analyse_model(
     cache, factors = known or StructureCache(), not spread and config.compute == "native"
     analyses, reports, waiting = [], [], dict[str, tuple[str, ...]]()
     forms: dict[str, Mapping[Mode, RewrittenBlock]] = {}
-    examples: dict[str, Example] = {}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     around: dict[str, Sequence[Observation]] = {}
     written: set[str] = set()
@@ -174,13 +159,10 @@ def _analyse_model(
             if analysis.rewritten is not None:
                 paths = set(with_ancestors(analysis.path))
                 around[analysis.path] = [seen for seen in candidate.around if seen.path in paths]
-            if analysis.rewritten is not None and same_as is None:
-                at_path = (seen for seen in candidate.levels if seen.path == analysis.path)
-                examples |= {seen.path: (seen.args, seen.kwargs) for seen in at_path}
             bar.advance()
     cache.forget_runs()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started, unseen=unseen)
-    return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, waiting, frozenset(written), forms)
+    return ModelAnalysis(tuple(analyses), report, calls, around, effects, waiting, frozenset(written), forms)
 
 
 def _stages(bar: Bar) -> list[Listener]:

@@ -47,7 +47,6 @@ from hexa_fx.runtime.call_kinds import RefusedKind
 from hexa_fx.runtime.forward import PUT_ON, Analyst, HexaForward
 from hexa_fx.runtime.install import install, installed_forward, is_installed, uninstall
 from hexa_fx.runtime.sampled_check import SampledCheck
-from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.source_kernels import request_kernels_of_sources
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded
@@ -219,7 +218,6 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, par
         installed[waiting].around = around
     for forward in installed.values() if config.check_every else ():
         forward.sampled = SampledCheck(config.check_every, config.strict)
-    request_kernels_of_steps(model, found.unusual_examples)
     report = with_compute(found.report, said, _never_small(forms))
     blocks = (*report.found, *(BlockReport(waiting, "waiting") for waiting in found.waiting))
     report = with_forwards(replace(report, found=blocks, later=part.later), installed, model)

@@ -15,12 +15,12 @@ from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import FfnSpec
+from hexa_fx.isolation.module_tree import device_of
 from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.table_layers import MoeFfnSources
 from hexa_fx.packed import packed_weights
 from hexa_fx.runtime.forward import HexaForward
-from hexa_fx.runtime.warmup import device_of
 
 Ranks = Mapping[tuple[int, str], int]
 

@@ -18,11 +18,11 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.contexts import set_to
 from hexa_fx.errors import KernelError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.module_tree import device_of
 from hexa_fx.observers import muted
 from hexa_fx.ops.main_grad import NAME
 from hexa_fx.ops.table_layers import OPERANDS, MoeFfn, static_of
 from hexa_fx.passes.example_values import MOE_FFN, FfnCall, moe_ffn_calls, rewritten_values
-from hexa_fx.runtime.warmup import device_of
 
 if TYPE_CHECKING:
     from hexa_fx.cuda.kernel_set import FfnLayer

@@ -93,6 +93,11 @@ def tensors_of(root: nn.Module) -> list[torch.Tensor]:
     return [tensor for registry in ("_parameters", "_buffers") for tensor in named_tensors(root, registry).values()]
 
 
+def device_of(root: nn.Module) -> torch.device | None:
+    """The CUDA device of its parameters; None if none is on one."""
+    return next((p.device for p in named_tensors(root, "_parameters").values() if p.is_cuda), None)
+
+
 def kept_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that modules hold as plain attributes, by name: each the only one there on its memory, so that its name tells it."""
     kept = {

@@ -7,8 +7,8 @@ adds the finished gradient.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -252,16 +252,3 @@ def has_any(module: nn.Module, paths: Sequence[str]) -> bool:
         if owner is not None and hasattr(owner._parameters.get(name), NAME):
             return True
     return False
-
-
-@contextmanager
-def stand_ins(module: nn.Module) -> Iterator[None]:
-    """A context that swaps each ``main_grad`` for an uninitialised one, so that a trial run of kernels changes nothing."""
-    held = [(p, getattr(p, NAME)) for p in module.parameters() if isinstance(getattr(p, NAME, None), Tensor)]
-    try:
-        for parameter, buffer in held:
-            setattr(parameter, NAME, torch.empty_like(buffer))
-        yield
-    finally:
-        for parameter, buffer in held:
-            setattr(parameter, NAME, buffer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ from hexa_fx.isolation.module_tree import (
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly, ReadMiss
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.resolution import Resolution, any_of, generates, is_another_number, still_the_same, submodule
+from hexa_fx.runtime.resolution import Resolution, generates, is_another_number, still_the_same, submodule
 
 HOOKS_OF_ALL = (
     torch_module._global_forward_hooks,
@@ -209,7 +209,7 @@ class AttributeGuards:
         found.dicts += _places(names - modules.keys(), modules)
         inner = [submodule(modules, path) for path in self.inner]
         found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
-        self._are_hooked = any_of([*HOOKS_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
+        self._are_hooked = partial(any, [*HOOKS_OF_ALL, *(getattr(m, hooks) for m in inner for hooks in HOOKS)])
         self._sides = before if found.switched else None, None
         self._found = found  # last: other threads take it as it is
 

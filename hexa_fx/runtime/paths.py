@@ -79,7 +79,7 @@ class WeightReader:
         """
         if not self._ready:
             self._walk_once()
-        if not all(map(is_, map(dict.get, self._holders, self._names_there), self._held)):
+        if not all(map(is_, map(dict.get, self._holders, self._names_there), self._there)):
             with MOVING:
                 # the modules that it is compared with, and their classes, stay those that were there first
                 first, classes = self._children, self._classes
@@ -172,7 +172,7 @@ class WeightReader:
         lasting = [(vars(owner), HOOKS[0]) for owner in inner]
         lasting += [(vars(owner), "_modules") for owner in passed.values() if rebuilds(owner)]
         self._holders, self._names_there = [held for held, _ in lasting], [name for _, name in lasting]
-        self._held = list(map(dict.get, self._holders, self._names_there))
+        self._there = list(map(dict.get, self._holders, self._names_there))
         self._kinds, self._classes = list(map(type, self._children)), list(map(class_of, self._children))
         self._ready = True
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import keyword
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
-from itertools import repeat
-from operator import is_
+from functools import lru_cache, reduce
 from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -321,13 +319,9 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-_MOST = 400
-"""Comparisons that are written out. More of them, in lists of many experts, take longer to compile than they save."""
-
 _DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 _NUMBERS = (bool, int, float)
 _SIMPLE = (*_NUMBERS, str)
-_NOTHING = repeat(MISSING)
 
 
 @lru_cache(256)
@@ -359,7 +353,8 @@ class _Names:
 def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
     """A function of the block that says whether everything lies where it was found; it does not keep the block alive."""
     names = _Names()
-    clauses = [*_of_dicts(found.dicts, names), *_of_owners(found.owners, names, block)]
+    clauses = [_of_dict(*entry, names) for entry in found.dicts]
+    clauses += [_of_owner(*entry, names, block) for entry in found.owners]
     names.values |= {"equal": equal, "is_still": is_still}
     clauses += [text.format(*map(names.of, objects)) for text, *objects in found.others]
     check = f"return {' and '.join(clauses) or True}"
@@ -371,14 +366,6 @@ def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
         "except (KeyError, AttributeError):",
         "    return False",
     )
-
-
-def any_of(collections: Iterable[Any]) -> Callable[[], bool]:
-    """A function that says whether one of them holds anything."""
-    names, held = _Names(), list(collections)
-    if len(held) > _MOST:
-        return lambda: any(held)
-    return names.function("", f"return bool({' or '.join(map(names.of, held)) or False})")
 
 
 def inputs_of(
@@ -464,36 +451,6 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
     clauses += [f"{x}.ndim == {guard.ndim}"] if guard.ndim is not None else []
     clauses += [f"{x}.shape[-1] == {guard.last}"] if guard.last is not None else []
     return clauses + ([f"{x}.numel() != 0"] if guard.filled else [])
-
-
-_Entries = list[tuple[Any, Any, Any]]
-
-
-def _of_dicts(entries: _Entries, names: _Names) -> list[str]:
-    def together(where: Any, keys: Any, values: Any) -> bool:
-        return all(map(is_, map(dict.get, where, keys, _NOTHING), values))
-
-    return _written(entries, lambda where, key, value: _of_dict(where, key, value, names), "dicts_are", together, names)
-
-
-def _of_owners(entries: _Entries, names: _Names, block: Any) -> list[str]:
-    def together(owners: Any, keys: Any, values: Any) -> bool:
-        return all(map(same_object, map(getattr, owners, keys, _NOTHING), values))
-
-    return _written(
-        entries, lambda owner, key, value: _of_owner(owner, key, value, names, block), "owners_give", together, names
-    )
-
-
-def _written(
-    entries: _Entries, clause: Callable[..., str], name: str, together: Callable[..., bool], names: _Names
-) -> list[str]:
-    """A clause for each entry; if there are many, for those that have to do with the block itself, and one for all others."""
-    many = [entry for entry in entries if StandIn not in map(type, entry)] if len(entries) > _MOST else []
-    if not many:
-        return [clause(*entry) for entry in entries]
-    names.values[name] = partial(together, *zip(*many))
-    return [f"{name}()", *(clause(*entry) for entry in entries if StandIn in map(type, entry))]
 
 
 def _of_dict(where: dict[Any, Any], key: Any, value: Any, names: _Names) -> str:

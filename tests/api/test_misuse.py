@@ -135,7 +135,7 @@ def test_errors_reach_other_processes_as_they_are(error):
         assert (str(again), again.args, again.__notes__) == (str(error), error.args, error.__notes__)
 
 
-@pytest.mark.parametrize("where", ["install", "request_kernels_of_steps", "find_sites"])
+@pytest.mark.parametrize("where", ["install", "find_sites"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_whole_or_not_at_all(model, where, error, monkeypatch):
     """Ctrl-C, or an error of ours, between the first block and the last leaves the model as it was."""

@@ -163,7 +163,6 @@ def _set(path: str, value: Any) -> Any:
     return pytest.param(change, id=path)
 
 
-@pytest.mark.parametrize("most", [400, 0], ids=["written out", "many"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -184,8 +183,7 @@ def _set(path: str, value: Any) -> Any:
         pytest.param(lambda block: block.linear.register_forward_hook(print), id="hooked"),
     ],
 )
-def test_written_checks_of_attributes_see_every_change(change: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolution, "_MOST", most)
+def test_written_checks_of_attributes_see_every_change(change: Any) -> None:
     block = Holder()
     guards = _guards(block)
     change(block)
@@ -201,12 +199,8 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("most", [400, 0], ids=["written out", "many"])
 @pytest.mark.parametrize("calls", [1, 3], ids=["before they are written", "written"])
-def test_checks_do_not_keep_their_block(
-    calls: int, most: int, monkeypatch: pytest.MonkeyPatch, no_collection: None
-) -> None:
-    monkeypatch.setattr(resolution, "_MOST", most)
+def test_checks_do_not_keep_their_block(calls: int, no_collection: None) -> None:
     block = Holder()
     block.checks = _guards(block)
     block.checks.bind(block)
