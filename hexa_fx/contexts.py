@@ -22,15 +22,18 @@ def set_to(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
-    """A context in which attributes of an object or a class, which have one of their own, have other values."""
-    before = {name: vars(owner)[name] for name in values}
+    """A context in which attributes of an object or a class have other values, or values where it has none of its own."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 @contextmanager

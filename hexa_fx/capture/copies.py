@@ -6,14 +6,13 @@ import copy
 import logging
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx.contexts import attributes_set
 from hexa_fx.errors import InputError
 from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, is_object
@@ -47,7 +46,7 @@ def deepcopied(value: Copied, memo: dict[int, Any]) -> Copied:
     """As `copy.deepcopy`, which raises an error at tensors that autograd computed, such as a loss that the last forward left on
     its module: the copy shares them. So it does functions that torch.jit compiled, as `copy` shares other functions.
     """
-    with _SharedResults(), _shared_functions():
+    with _SharedResults(), attributes_set(torch.jit.ScriptFunction, __deepcopy__=lambda self, memo: self):
         if isinstance(value, nn.Module):
             _copy_modules(value, memo)
         return copy.deepcopy(value, memo)
@@ -112,15 +111,6 @@ def _is_plain(cls: type[nn.Module]) -> bool:
 
 _ATOMS = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device, torch.Size})
 _DICTS = (dict, OrderedDict)
-
-
-@contextmanager
-def _shared_functions() -> Iterator[None]:
-    torch.jit.ScriptFunction.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del torch.jit.ScriptFunction.__deepcopy__  # type: ignore[attr-defined]
 
 
 class _SharedResults(TorchFunctionMode):

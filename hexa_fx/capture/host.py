@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import product
 from typing import Any
 
 import torch
@@ -216,13 +215,13 @@ def visible_host(
             stack.enter_context(items_set((own, name, leaf) for name, leaf in [*_leaves_of_einops(own, recorder)]))
         stack.enter_context(attributes_set(ran, entered=shim))
         stack.enter_context(_recorded_module_calls(block, recorder))
-        for kind, name in product((torch.SymInt, torch.SymFloat), METHODS):
-            setattr(kind, name, METHODS[name])
-            stack.callback(delattr, kind, name)
-        stack.enter_context(items_set(_of_torch()))
+        for kind in (torch.SymInt, torch.SymFloat):
+            stack.enter_context(attributes_set(kind, **METHODS))
+        stack.enter_context(attributes_set(torch, _assert=_assert, _assert_async=_assert))
         stack.enter_context(attributes_set(torch.autograd.Function, apply=classmethod(_noted_apply(recorder, ran))))
         stack.enter_context(attributes_set(torch.autocast, __enter__=_noted_enter(recorder)))
         if torch.distributed.is_available():
+            stack.enter_context(attributes_set(torch.distributed, all_to_all_single=_all_to_all_single))
             group = torch.distributed.ProcessGroup
             there = ((name, getattr(group, name, None)) for name in _EXCHANGES)
             told = {name: _noted_exchange(recorder, ran, call) for name, call in there if call is not None}
@@ -249,10 +248,13 @@ def _noted_exchange(recorder: Recorder, ran: RanCode, original: Callable[..., An
 
 
 def _leaves_of_einops(namespace: dict[str, Any], recorder: Recorder) -> Iterator[tuple[str, Any]]:
+    def leaf(function: Any) -> Any:  # no partial, which would not be taken for ours
+        return lambda *args, **kwargs: recorder.record_leaf(function, *args, **kwargs)
+
     for name, value in list(namespace.items()):
         from_einops = callable(value) and str(getattr(value, "__module__", "")).startswith("einops")
         if from_einops and getattr(value, "__name__", "") in _EINOPS:
-            yield name, _recorded_leaf(value, recorder)
+            yield name, leaf(value)
 
 
 def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -271,13 +273,6 @@ def _assert(condition: Any, message: Any = "") -> None:
     assert condition, message
 
 
-def _of_torch() -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Functions of torch that are something else while a block is recorded."""
-    if hasattr(torch.distributed, "all_to_all_single"):
-        yield vars(torch.distributed), "all_to_all_single", _all_to_all_single
-    yield from ((vars(torch), name, _assert) for name in ("_assert", "_assert_async"))
-
-
 def _noted_apply(recorder: Recorder, ran: RanCode) -> Callable[..., Any]:
     """Tells the recorder when an `autograd.Function` runs: gradients are off inside it, whatever the user's code says.
 
@@ -288,40 +283,39 @@ def _noted_apply(recorder: Recorder, ran: RanCode) -> Callable[..., Any]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        call, hidden = original.__get__(None, cls), dict(ran.hidden)
         with DisableTorchFunction():
-            before = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
-            lifted = recorder.lift(args)
+            before, lifted = _versions(args), recorder.lift(args)
         recorder.functions_running.append(set())
-        hidden = dict(ran.hidden)
         with recorder.call() as place:
             try:
-                result = original.__get__(None, cls)(*args, **kwargs)
+                result = call(*args, **kwargs)
             finally:
                 asked = recorder.functions_running.pop()
             with DisableTorchFunction():
-                after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
-                is_call = not kwargs and before == after and all(map(_is_value, args))
-                if is_call and isinstance(result, (torch.Tensor, tuple)):  # stays a call, which exchanges what it does
-                    ran.hidden = {
-                        scope: noted
-                        for scope, noted in ran.hidden.items()
-                        if noted[1] != COLLECTIVE or hidden.get(scope) is noted
-                    }
-                same = _place_of(result, args) if is_call else None
-                does_nothing = same is not None and _does_nothing(ran, cls, original.__get__(None, cls), same, args)
+                unwritten = not kwargs and before == _versions(args)
+                stays = unwritten and isinstance(result, (torch.Tensor, tuple)) and all(map(_is_value, args))
+                if stays:  # a call, which exchanges what it does
+                    noted = ran.hidden.items()
+                    ran.hidden = {s: what for s, what in noted if what[1] != COLLECTIVE or hidden.get(s) is what}
+                same = _place_of(result, args) if stays else None
+                does_nothing = same is not None and _does_nothing(ran, cls, call, same, args)
                 if same is not None and not does_nothing:
                     recorder.record_result(Applied(cls), lifted, result)
                     return result
                 recorder.told.asked_gradients(asked)
                 if does_nothing:
                     recorder.record_result(torch.Tensor.view_as, (lifted[same], lifted[same]), result)
-                    return result
-                if is_call and isinstance(result, (torch.Tensor, tuple)):
-                    output = recorder.lift(result)
-                    recorder.functions.append(ModuleCall("", *place, lifted, {}, output, Applied(cls)))
+                elif stays:
+                    recorder.functions.append(ModuleCall("", *place, lifted, {}, recorder.lift(result), Applied(cls)))
         return result
 
     return apply
+
+
+def _versions(values: tuple[Any, ...]) -> list[int]:
+    """How often each tensor among them was written to."""
+    return [value._version if isinstance(value, torch.Tensor) else 0 for value in values]
 
 
 def _noted_enter(recorder: Recorder) -> Callable[[torch.autocast], Any]:
@@ -329,9 +323,8 @@ def _noted_enter(recorder: Recorder) -> Callable[[torch.autocast], Any]:
     original = torch.autocast.__enter__
 
     def enter(self: torch.autocast) -> Any:
-        recorder.in_autocast[recorder.scopes[-1]] = self._enabled or recorder.in_autocast.get(
-            recorder.scopes[-1], False
-        )
+        scope = recorder.scopes[-1]
+        recorder.in_autocast[scope] = self._enabled or recorder.in_autocast.get(scope, False)
         return original(self)
 
     return enter
@@ -391,13 +384,6 @@ class _Alone(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    def leaf(*args: Any, **kwargs: Any) -> Any:
-        return recorder.record_leaf(function, args, kwargs)
-
-    return leaf
-
-
 _OF_C = torch.Generator, torch.finfo, torch.iinfo
 
 
@@ -445,10 +431,8 @@ def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[Non
                     recorder.told.leave(recorder.scopes.pop())
             with DisableTorchFunction():
                 stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
-                is_read = (
-                    stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
-                )
-                output = recorder.lift(result) if is_read else None
+                is_read = isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
+                output = recorder.lift(result) if stays and is_read else None
         recorder.calls.append(ModuleCall(path, *place, lifted_args, lifted_kwargs, output))
         return result
 

@@ -127,18 +127,18 @@ def stored_values(
             if is_kept_constant(module.__dict__[name], before[name]):
                 hold(module, name, before[name], frozenset(settings.scopes[id(module), name]))
         now = {name: module.__dict__[name] for name in (*changed, *(n for n in again if _is_literal(before[n])))}
-        for name, value in (now | _exchanged_buffers(module, snapshot)).items():
+        buffers = (
+            module._buffers
+        )  # in whose place other tensors may be, as after ``self.usage = 0.9 * self.usage + used``
+        now |= {
+            name: buffers[name] for name, old in snapshot.buffers(module).items() if buffers.get(name, old) is not old
+        }
+        for name, value in now.items():
             if recorder.asked.get(inside(path, name), MISSING) is value:  # the number that it was asked for
                 continue
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
             found, location = lifted(value, recorder), settings.locations.get((id(module), name))
             yield StoredValue(ModuleAttribute(path, name), found, scopes, location if found is UNKNOWN else None)
-
-
-def _exchanged_buffers(module: nn.Module, snapshot: ModuleSnapshot) -> dict[str, Any]:
-    """Buffers in whose place other tensors are, as after ``self.usage = 0.9 * self.usage + used``."""
-    before, now = snapshot.buffers(module), module._buffers
-    return {name: now[name] for name in before if name in now and now[name] is not before[name]}
 
 
 def is_kept_constant(now: Any, before: Any) -> bool:
@@ -279,7 +279,7 @@ class Kept:
             if not met.added and _is_added_to(met.value, edges, ran):
                 edges.forget(met.value)
         for met in filled:
-            if id(met.value) not in ways or not _has_results([value for *_, value in met.added]):
+            if id(met.value) not in ways or not any(of_the_run(value) for *_, value in met.added):
                 continue
             container = ways[id(met.value)][0]
             for place, scope, key, value in met.added:
@@ -321,7 +321,7 @@ class Kept:
         for identity, met in changed.items():
             found, old = ways.get(identity, []), {*map(id, met.before[1])}
             new = [value for value in met.last[1] if id(value) not in old]
-            if (found and not found[0].is_global) or _has_results(new):
+            if (found and not found[0].is_global) or any(map(of_the_run, new)):
                 label = str(found[0]) if found else f"a {type(met.value).__name__}"
                 yield ChangedInPlace(label, frozenset(met.changed))
 
@@ -364,10 +364,6 @@ def _is_known(now: Mapping[Any, Any], before: Mapping[Any, Any], names: Iterable
     return now.keys() >= before.keys() and all(
         name in known or (name in before and is_as(value, before[name])) for name, value in now.items()
     )
-
-
-def _has_results(new: Iterable[Any]) -> bool:
-    return any(map(of_the_run, new))
 
 
 def of_the_run(value: Any) -> bool:

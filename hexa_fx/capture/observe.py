@@ -110,7 +110,7 @@ class ModelRun(TorchFunctionMode):
     chained: set[str] = field(default_factory=set)
     """Lists in which a member was given another member's output."""
     giving_ids: set[str] = field(default_factory=set)
-    """Modules that give whole numbers and nothing else, such as which keys an attention is to read: no experts' outputs."""
+    """Modules that give whole numbers or marks alone, such as which keys an attention is to read: no experts' outputs."""
     used: set[int] = field(default_factory=set)
     """Parameters that functions of torch were given, by id."""
 
@@ -179,7 +179,9 @@ class ModelRun(TorchFunctionMode):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         path = self.stack.pop()
-        self.giving_ids |= {path} if _gives_ids(output) else set()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if tensors and not any(tensor.is_floating_point() for tensor in tensors):
+            self.giving_ids.add(path)
         if path in self._given:
             self._versions.setdefault(path, [tensor._version for tensor in self._given[path]])
         owner, _, name = path.rpartition(".")
@@ -337,12 +339,6 @@ def _overlooked(suspects: set[str], run: ModelRun, found: set[str]) -> list[Cand
         for path, (reason, location) in left.items()
         if not any(is_inside(other, path) for other in left)
     ]
-
-
-def _gives_ids(output: Any) -> bool:
-    """Whether a module gives whole numbers, or marks, and no other tensor."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return bool(tensors) and not any(tensor.is_floating_point() for tensor in tensors)
 
 
 _LEVELS, _AROUND = 3, 6

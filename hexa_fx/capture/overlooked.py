@@ -60,8 +60,9 @@ def why_overlooked(
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (len(members) > 1 and path not in called)
     owner = block = path.rpartition(".")[0] if is_list and path else path
     integers = packed_experts(module)
-    while is_list and block and not integers and _holds_only(model.get_submodule(block), module):
-        block = block.rpartition(".")[0]
+    theirs = set(map(id, module.parameters()))
+    while is_list and block and not integers and theirs.issuperset(map(id, model.get_submodule(block).parameters())):
+        block = block.rpartition(".")[0]  # which holds nothing else: the experts are a part of another block
     if integers:
         return block, INTEGERS.format(integers), None
     ran = next((member for member in members if member in called), "")
@@ -112,9 +113,3 @@ def has_router(block: nn.Module, experts: nn.Module, count: int) -> bool:
     theirs = {id(p) for p in experts.parameters() if experts is not block or p.dim() > 2}
     own = [p for p in block.parameters() if id(p) not in theirs and p.dim() >= 2]
     return count > 1 and any(count in parameter.shape for parameter in own)
-
-
-def _holds_only(around: nn.Module, experts: nn.Module) -> bool:
-    """Whether all parameters of a module around experts are theirs: the module is a part of the block."""
-    theirs = set(map(id, experts.parameters()))
-    return all(id(parameter) in theirs for parameter in around.parameters())

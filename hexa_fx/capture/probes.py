@@ -22,9 +22,7 @@ def probe_inputs(
     Cut along the first dimension where all tensors share it, then along the second dimension of a lone (B, S, D) input. Inputs
     that do not allow it are used whole.
     """
-    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    tensors = _dense(named)
-    cut = _cut(tensors, max_tokens)
+    cut = _cut(_dense({**dict(enumerate(args)), **kwargs}), max_tokens)
     return tuple(cut.get(i, value) for i, value in enumerate(args)), {
         key: cut.get(key, value) for key, value in kwargs.items()
     }
@@ -74,7 +72,7 @@ def overflow_sizes(graph: torch.fx.Graph, least: int = OVERFLOW_TOKENS) -> tuple
 
 def limits_of(node: torch.fx.Node) -> list[int]:
     """The numbers that it compares counts with, divides them by or cuts rows at, also as floats. What bounds features is none."""
-    if not _cuts_rows(node) and any(map(_is_of_features, node.all_input_nodes)):
+    if not _cuts_rows(node) and any(_is_float(n) and record_of(n).value.dim() > 1 for n in node.all_input_nodes):
         return []
     given = [*node.args, *node.kwargs.values()] if _names_number(node) else []
     numbers = [value for value in given if isinstance(value, (int, float)) and math.isfinite(value)]
@@ -115,10 +113,6 @@ def _compared(node: torch.fx.Node) -> list[int]:
     given += [value.item() for value in held if isinstance(value, torch.Tensor) and value.numel() == 1]
     numbers = [value for value in given if isinstance(value, (int, float)) and not isinstance(value, bool)]
     return [int(value) for value in numbers if math.isfinite(value)]
-
-
-def _is_of_features(node: torch.fx.Node) -> bool:
-    return _is_float(node) and record_of(node).value.dim() > 1
 
 
 def _is_float(node: torch.fx.Node) -> bool:

@@ -10,7 +10,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -75,9 +75,11 @@ def _monitor(wanted: Wanted, ended: ExitStack) -> bool:
     if sys.version_info < (3, 12):
         return False
     monitoring = sys.monitoring
-    tool = _taken_tool(monitoring)
+    # numbers that Python gives to no kind of tool
+    tool = next((number for number in (3, 4) if monitoring.get_tool(number) is None), None)
     if tool is None:
         return False
+    monitoring.use_tool_id(tool, __name__)
     thread, events = get_ident(), monitoring.events.PY_START | monitoring.events.PY_RESUME
 
     def started(code: types.CodeType, offset: int) -> Any:
@@ -91,18 +93,6 @@ def _monitor(wanted: Wanted, ended: ExitStack) -> bool:
     monitoring.set_events(tool, events)
     monitoring.restart_events()
     return True
-
-
-_TOOLS = (3, 4)
-"""Numbers that Python gives to no kind of tool."""
-
-
-def _taken_tool(monitoring: Any) -> int | None:
-    for tool in _TOOLS:
-        with suppress(ValueError):  # somebody has it
-            monitoring.use_tool_id(tool, __name__)
-            return tool
-    return None
 
 
 _GENERATED = "<eval_with_key>"

@@ -249,11 +249,11 @@ class Recorder(TorchFunctionMode):
     def record_result(self, function: Any, lifted_args: Any, result: Any) -> None:  # of a call that was made elsewhere
         self._wrap_result(result, self.add("call_function", function, lifted_args, {}, result))
 
-    def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def record_leaf(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls ``function`` and records it as one node, whatever it calls itself."""
         with DisableTorchFunction():
-            lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
-            result = function(*as_plain(tuple(args)), **as_plain(kwargs))
+            lifted_args, lifted_kwargs = self.lift(args), self.lift(kwargs)
+            result = function(*as_plain(args), **as_plain(kwargs))
             return self._wrap_result(result, self.add("call_function", function, lifted_args, lifted_kwargs, result))
 
     # -- the mode ------------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def place(holder: Any, key: Any) -> Place:
         value = dict.get(holder, key, MISSING)
         return Place(value, ((holder, value),))
     if is_collection(holder):
-        return Place(_item(holder, key), slow=not isinstance(holder, tuple))
+        return Place(step(holder, key), slow=not isinstance(holder, tuple))
     if not isinstance(key, str):  # where there may be a collection elsewhere, as None may lie in place of a closure
         return Place(MISSING)
     if isinstance(holder, types.ModuleType) and key in vars(holder):
@@ -241,13 +241,6 @@ def getattr_plain(holder: Any) -> dict[str, Any]:
 def getattr_of(cls: type) -> Any:
     """The ``__getattribute__`` of a class, without the one that notes reads."""
     return getattr(cls.__getattribute__, "noting", cls.__getattribute__)
-
-
-def _item(holder: Any, key: Any) -> Any:
-    try:
-        return holder[key]
-    except (LookupError, TypeError):
-        return MISSING
 
 
 def _attribute(holder: Any, name: str) -> Any:

@@ -86,9 +86,7 @@ def observe(
         call: the forward to observe.
         state: restored before the call, read after it. Gradients of its module's parameters are taken; ``.grad`` is not touched.
         inputs: (args, kwargs); floating tensors among them get gradients, but for those that are to want none.
-        gradients: whether backward runs too.
         slices: the active mode that makes leaves of parts of parameters, if there is one.
-        asked: what the code finds if it asks for gradients.
 
     Raises:
         Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.

@@ -288,13 +288,7 @@ class WeightSlices(TorchFunctionMode):
     def whole(
         self, gradients: Mapping[str, torch.Tensor | None], weights: Mapping[str, torch.Tensor], parts: Sequence[Any]
     ) -> dict[str, torch.Tensor | None]:
-        """``gradients`` by name, with those of the parts added.
-
-        Args:
-            gradients: gradients of whole ``weights``; None where there is none.
-            weights: the weights by the same names.
-            parts: gradients of `parts`, in their order; None where there is none.
-        """
+        """``gradients`` of ``weights`` by name, with those of the parts added, which come in the order of `parts`."""
         sums: dict[int, torch.Tensor] = {}
         for (weight, part), gradient in zip(self._parts, parts):
             if gradient is None:

@@ -88,8 +88,7 @@ class AttributeGuards:
         alone = (named_tensors(block, "_parameters", every=True).keys() & weights) - shared
         self.reads = tuple(_merged(item for item in found if not _is_weight(item, alone)))
         seen_in_trace = (read for read in (*self.reads, *in_trace) if not (called and str(read) in called))
-        self.plain = [plain for read in seen_in_trace for plain in _plain(block, read)]
-        self.outside = [plain for read in self.reads if isinstance(read.value, Code) for plain in _outside(read.value)]
+        self.in_trace = [checked for read in seen_in_trace for checked in _in_trace(block, read)]
         self.packed = frozenset(above for path in packed for above in [*with_ancestors(path)][1:])
         self.owners = frozenset(path.rpartition(".")[0] for path in packed)
         under = frozenset(path for path in self.owners if base_of(own := block.get_submodule(path)) is not own)
@@ -162,18 +161,15 @@ class AttributeGuards:
             now = getattr(self._walked(modules, owner), name, None)
             if isinstance(now, torch.Tensor) and now.dtype != dtype:
                 raise GuardMiss(f"{path!r} is {now.dtype}; the block was recorded with {dtype}")
-        for path, steps, noted in self.plain:
-            if _is_module(noted):
-                value = self._walked(modules, inside(path, steps[0]))
+        for root, steps, noted in self.in_trace:
+            in_block = isinstance(root, str)
+            if in_block and _is_module(noted):
+                value = self._walked(modules, inside(root, steps[0]))
             else:
-                value = _entered(self._walked(modules, path), steps)
+                value = _entered(self._walked(modules, root) if in_block else root, steps)
             if not _is_still(value, noted):
-                raise GuardMiss(
-                    f"{steps[-1]!r} of {path or 'the block'!r} is not what it was when the block was rewritten"
-                )
-        for holder, steps, noted in self.outside:
-            if not _is_still(_entered(holder, steps), noted):
-                raise GuardMiss(f"{steps[-1]!r}, which the code reads, is not what it was when the block was rewritten")
+                where = f" of {root or 'the block'!r}" if in_block else ", which the code reads,"
+                raise GuardMiss(f"{steps[-1]!r}{where} is not what it was when the block was rewritten")
         for name, first in self.other_names:
             if self._walked(modules, name) is not self._walked(modules, first):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
@@ -279,11 +275,18 @@ def called_in(graph: torch.fx.Graph, always: bool = True) -> frozenset[str]:
     return frozenset(str(node.target) for node in calls if not (always and ELSEWHERE in node.meta))
 
 
-def _plain(block: nn.Module, read: PythonRead) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """What a compiler checks of a read: its module, the steps from there, and what was noted. That is a setting (a number, a text,
-    or a list of these) of a module or of an object or dict that it holds, a submodule, or how many of them there are."""
+def _in_trace(block: nn.Module, read: PythonRead) -> Iterator[tuple[Any, tuple[str, ...], Any]]:
+    """What a compiler checks of a read: the path of its module, or what holds it outside of the block; the steps from there; and
+    what was noted. That is a setting (a number, a text, or a list of these) of a module or of an object or dict, a submodule, or
+    how many of them there are."""
+    if isinstance(read.value, Code):
+        for bound in read.value.bounds:
+            entered = isinstance(bound.holder, (ModuleType, type)) or _is_entered(bound.holder)
+            if entered and _is_name(bound.key):
+                yield from ((bound.holder, (bound.key, *more), value) for more, value in _settings(bound.noted))
+        return
     steps = read.steps
-    if read.is_global or any(type(step) is not str or step.startswith("__") for step in steps):
+    if read.is_global or not all(map(_is_name, steps)):
         return
     if isinstance(read.value, (IsA, Names)):
         if len(steps) == 1 and (steps[0] == "_modules" or _is_module(read.value)):
@@ -292,27 +295,19 @@ def _plain(block: nn.Module, read: PythonRead) -> Iterator[tuple[str, tuple[str,
     holder: Any = block.get_submodule(read.root)
     for key in steps[:-1]:
         holder = lookup(holder, key)  # which asks no property of the user's or of a parametrization: that may write
-        if type(holder) is not dict and (not is_object(holder) or is_collection(holder) or type(holder) in _ASKED):
+        if not _is_entered(holder):
             return
-    for more, value in _settings(read.value):
-        yield read.root, (*steps, *more), value
+    yield from ((read.root, (*steps, *more), value) for more, value in _settings(read.value))
 
 
-_ASKED = (property, cached_property)
+def _is_name(step: Any) -> bool:
+    return type(step) is str and not step.startswith("__")
 
 
-def _outside(code: Code) -> Iterator[tuple[Any, tuple[str, ...], Any]]:
-    """The same of what names lead to outside of the block: a Python module, a class, or an object or dict of the user's."""
-    for bound in code.bounds:
-        holder, key = bound.holder, bound.key
-        entered = isinstance(holder, (ModuleType, type)) or type(holder) is dict
-        if (
-            type(key) is str
-            and not key.startswith("__")
-            and (entered or (is_object(holder) and not is_collection(holder)))
-        ):
-            for more, value in _settings(bound.noted):
-                yield holder, (key, *more), value
+def _is_entered(holder: Any) -> bool:
+    """Whether it is a dict, or an object of the user's, of which a tracer sees what it holds."""
+    asked = isinstance(holder, (property, cached_property))
+    return type(holder) is dict or (is_object(holder) and not is_collection(holder) and not asked)
 
 
 def _settings(noted: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

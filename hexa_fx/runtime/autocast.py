@@ -48,14 +48,8 @@ def kind_of(
 def dtypes_under_autocast(
     known: AutocastDtypes, guards: Sequence[InputGuard], values: Mapping[str, Any], block: nn.Module
 ) -> tuple[torch.dtype, ...] | None:
-    """The dtypes that results must have in this call; None if autocast is off.
-
-    Args:
-        values: the arguments of the call by name.
-
-    Raises:
-        GuardMiss: the block was not recorded under this autocast.
-    """
+    """The dtypes that results must have in this call, by the values of its arguments; None if autocast is off. Raises `GuardMiss`
+    if the block was not recorded under this autocast."""
     tensors = [values[each.name] for each in guards if each.kind == "tensor" and each.name in values]
     first = next(iter(tensors), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):

@@ -189,7 +189,7 @@ class HexaForward(InPlace):
             kind.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
-        self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
+        self.arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
 
     def in_mode(self, training: bool) -> Specialisation | None:
         """The specialisation that ran last in train or eval mode, else the first one; None if there is none for the mode."""
@@ -202,21 +202,12 @@ class HexaForward(InPlace):
     def _name(self) -> str:
         return self.path or type(self.module).__name__
 
-    @property
-    def arguments(self) -> ArgumentNames:
-        """Names of the arguments of the original."""
-        return self._arguments
-
     def reads_under(self) -> set[str]:
         """Names of attributes of the module under which stacked weights are read."""
         return {name for name, held in vars(self.module).items() if isinstance(held, WeightReader)}
 
     def add(self, block: RewrittenBlock) -> None:
-        """Adds a specialisation, which the next call of its kind runs.
-
-        Raises:
-            InputError: it reads other weights under a name than one that is there.
-        """
+        """Adds a specialisation, which the next call of its kind runs. Raises `InputError` as `readers`."""
         module = self.module
         other = {weight.name: weight for weight in block.packed}
         for name in self.reads_under():
@@ -268,11 +259,7 @@ class HexaForward(InPlace):
         return self.run_original(args, kwargs)
 
     def run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the forward that was there before, of which nobody is told.
-
-        Raises:
-            PlanError: it cannot run, since it has lost its weights.
-        """
+        """Runs the forward that was there before, of which nobody is told. Raises `PlanError` if that has lost its weights."""
         if self.lost:
             raise PlanError(
                 f"{self._name!r} was called in a way it was not recorded for{self.why}. {self.lost}, so its original forward "
@@ -310,10 +297,7 @@ class HexaForward(InPlace):
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the rewritten forward that a call is for, without falling back. Calls of kinds that were seen go through here,
-        so that who wraps it from outside can count them.
-
-        Raises:
-            GuardMiss: there is none, or none was made for these inputs.
+        so that who wraps it from outside can count them. Raises `GuardMiss` if there is none, or none for these inputs.
         """
         latest, made = self._latest, self.specialisations
         if latest is not None and len(made) > 1 and not saving_is_counted():  # else always in one order
@@ -327,23 +311,17 @@ class HexaForward(InPlace):
         kwargs: dict[str, Any],
         miss: GuardMiss | None = None,
     ) -> Any:
-        """Runs the first of some specialisations that takes a call.
-
-        Args:
-            miss: of one that was tried before. Submodules that have been called by then give what they gave.
-
-        Raises:
-            GuardMiss: none does; why the last one for this mode does not.
-        """
+        """Runs the first of some specialisations that takes a call. Raises `GuardMiss` if none does: why the last one for this mode
+        does not. ``miss``: of one that was tried before; submodules that have been called by then give what they gave."""
         module = self.module
         training = bool(module.training)
         for each in made:
             try:
                 if miss is None or not miss.called:
-                    result = each.run(module, self._arguments, self.adapters, args, kwargs)
+                    result = each.run(module, self.arguments, self.adapters, args, kwargs)
                 else:
                     with answered(module, miss.called):
-                        result = each.run(module, self._arguments, self.adapters, args, kwargs)
+                        result = each.run(module, self.arguments, self.adapters, args, kwargs)
             except GuardMiss as found:
                 if miss is not None and miss.called:
                     miss = without_frames(found) if len(found.called) > len(miss.called) else miss
@@ -398,7 +376,7 @@ class HexaForward(InPlace):
         reason = next((kind.reason for kind in self.refused), reason)
         for each in self.specialisations:
             try:
-                return each.run(module, self._arguments, self.adapters, args, kwargs)
+                return each.run(module, self.arguments, self.adapters, args, kwargs)
             except GuardMiss as miss:
                 reason = miss.args[0]  # torch 2.11's tracer cannot make a text of an exception
         say_in_trace(self._name, reason)
@@ -478,5 +456,5 @@ class HexaForward(InPlace):
 
 
 _OF_ONE = frozenset(
-    "_module within _arguments restarted called ran own inner waits _warned _mistakes _tried _latest __doc__ __name__".split()
+    "_module within arguments restarted called ran own inner waits _warned _mistakes _tried _latest __doc__ __name__".split()
 )

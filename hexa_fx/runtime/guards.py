@@ -103,14 +103,7 @@ def require(condition: Any, expected: str) -> None:
 
 
 def require_finite(values: torch.Tensor, expected: str) -> None:
-    """A guard node of a rewritten graph: raises `GuardMiss` unless all ``values`` are finite.
-
-    The original forward then runs from its beginning. Waits for the device, as the code's own check does.
-
-    Args:
-        values: what experts gave.
-        expected: what was assumed.
-    """
+    """As `require`, unless all that experts gave is finite. Waits for the device, as the code's own check does."""
     if not values.isfinite().all():
         raise OwnCodeOnly(f"expected {expected}")
 
@@ -197,13 +190,7 @@ def is_of_form(result: Any, form: Any) -> bool:
 
 
 def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:
-    """Raises `GuardMiss` for the first input that differs from what was traced.
-
-    Args:
-        guards: one per input. A tensor has the traced class of dtype (floating, complex, bool, integer), or the very
-            dtype if the guard says so, and the traced number of dimensions; a constant has the traced type and value.
-        values: the inputs of this call by name, defaults filled in.
-    """
+    """Raises `GuardMiss` for the first input that differs from what was traced."""
     for guard in guards:
         if guard.name not in values:
             raise GuardMiss(f"the input {guard.name!r} is missing")
@@ -349,11 +336,8 @@ class ArgumentNames:
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name: those of ``**kwargs`` under their own names, those of ``*args`` as ``args_0``, ...; what
-        lies in a tuple, list or dict with tensors likewise, and its form under its own name.
-
-        Raises:
-            GuardMiss: too many arguments or an unknown keyword; the original then says what is wrong.
-        """
+        lies in a tuple, list or dict with tensors likewise, and its form under its own name. Raises `GuardMiss` if there are too
+        many arguments or an unknown keyword; the original then says what is wrong."""
         values = dict(self.defaults)
         given = self.positional[: len(args)]
         values.update(zip(given, args))

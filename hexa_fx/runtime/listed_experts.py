@@ -48,11 +48,7 @@ class ListedExperts(WeightReader):
         self._ends: list[list[Any]] = []
 
     def __call__(self) -> torch.Tensor | Listed:
-        """The weight: (E, N, K), or (E, N) for a bias.
-
-        Raises:
-            GuardMiss: an expert or parameter was replaced by something that cannot be read so.
-        """
+        """The weight: (E, N, K), or (E, N) for a bias. Raises `GuardMiss` where something is that cannot be read so."""
         if is_compiling() or _traced():
             tensors = self.tensors_in_trace()
             self._check_kinds(tensors)
@@ -61,11 +57,7 @@ class ListedExperts(WeightReader):
         return self._listed(tensors, eager=self._how(tensors) == IN_PLACE)
 
     def refresh(self) -> None:
-        """Checks the module tree and its parameters. Call it before the block has any effect.
-
-        Raises:
-            GuardMiss: an expert was replaced or hooked, so that the original code has to run.
-        """
+        """Raises `GuardMiss` if an expert was replaced or hooked. Call it before the block has any effect."""
         if is_compiling():
             self._check_kinds([self.first_in_trace()])
             return

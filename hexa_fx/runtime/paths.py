@@ -72,11 +72,7 @@ class WeightReader:
         return referenced(self._block)
 
     def check(self) -> None:
-        """Checks the module tree only.
-
-        Raises:
-            GuardMiss: an expert was replaced or hooked.
-        """
+        """Raises `GuardMiss` if an expert was replaced or hooked."""
         if not self._ready:
             self._walk_once()
         if not all(map(is_, map(dict.get, self._holders, self._names_there), self._there)):
@@ -93,11 +89,7 @@ class WeightReader:
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
 
     def tensors(self) -> list[torch.Tensor]:
-        """The current parameters, in the order of the paths.
-
-        Raises:
-            GuardMiss: a parameter is gone, e.g. replaced by a parametrization.
-        """
+        """The current parameters, in the order of the paths. Raises `GuardMiss` if one is gone, as by a parametrization."""
         if not self._ready:
             self._walk_once()
         found: list[Any] = list(map(dict.get, self._owners, self._names))

@@ -19,11 +19,7 @@ def check_module(model: object) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises `InputError` for a model that has to be prepared differently. Looks at types only, never at values.
-
-    Raises:
-        InputError: the object is no model, or it is already optimized, compiled, scripted, lazy, or made in inference mode.
-    """
+    """Raises `InputError` for a model that has to be prepared differently. Looks at types only, never at values."""
     check_module(model)
     if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
         raise InputError("the model is wrapped by torch.compile; optimize the model first, then compile the result")

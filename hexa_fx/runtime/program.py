@@ -7,6 +7,7 @@ import hashlib
 import linecache
 import operator
 from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch.fx
@@ -71,21 +72,18 @@ def _switch_off(node: torch.fx.Node, device: str) -> None:
     node.op, node.target = "call_function", WithoutAutocast(target, device)
 
 
+@dataclass(eq=False)
 class Program:
-    """A graph's forward, ``function(module, *inputs)``, from the code that torch.fx generates for it.
+    """A graph's forward, ``function(module, *inputs)``, from the code that torch.fx generates for it."""
 
-    Args:
-        source: Python source that defines ``forward(self, ...)``.
-        globals: every global name of the source.
-        inputs: names of the placeholders, in order.
-        path: the block's path in its model, shown in tracebacks.
-    """
+    source: str
+    globals: Mapping[str, Any]
+    inputs: tuple[str, ...]
+    """Names of the placeholders, in order."""
+    path: str
+    """Of the block in its model, shown in tracebacks."""
 
-    def __init__(self, source: str, globals: Mapping[str, Any], inputs: tuple[str, ...], path: str) -> None:
-        self.source = source
-        self.inputs = inputs
-        self.path = path
-        self._globals = dict(globals)
+    def __post_init__(self) -> None:
         self.function = self._compile()
 
     @classmethod
@@ -101,7 +99,7 @@ class Program:
         # A size without a modification time makes linecache keep the entry, so tracebacks show the generated lines.
         linecache.cache[filename] = (len(self.source), None, lines, filename)
         # No __name__: Dynamo would look the globals up in the module of that name.
-        namespace: dict[str, Any] = {"__builtins__": builtins, **self._globals}
+        namespace: dict[str, Any] = {"__builtins__": builtins, **self.globals}
         exec(compile(self.source, filename, "exec"), namespace)
         function: Callable[..., Any] = namespace["forward"]
         return function

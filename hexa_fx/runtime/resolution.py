@@ -80,7 +80,8 @@ BLOCK, OWN_DICT = StandIn("block"), StandIn("own")
 _OF_CLASS, _OF_LENGTH, _OF_DTYPE = "type({}) is {}", "len({}) == {}", "{}[{}].dtype is {}"
 _OF_NAMES = "len({}.__dict__) == {}"
 _IS_A = "isinstance({}[{}], {})"
-_EQUAL, _SLOWLY = "equal({}, {})", "is_still({}, {}, {})"
+_EQUAL = "equal({}, {})"
+_LOOKED_UP, _ALIKE = "lookup({}, {}) is {}", "alike(lookup({}, {}), {})"
 
 
 class Resolution:
@@ -186,7 +187,8 @@ class Resolution:
         if found.owner is not None:
             self._enter(self.owners, found.owner, key, found.value)
         if found.slow:
-            self.others.append((_SLOWLY, holder, key, _Same(found.value) if isinstance(noted, (IsA, Keys)) else noted))
+            an_object = isinstance(noted, (IsA, Keys))
+            self.others.append((_LOOKED_UP, holder, key, found.value) if an_object else (_ALIKE, holder, key, noted))
 
     def _watch_kind(self, key: Any, found: Place) -> None:
         """A tensor beside the parameters may be another in every call, as counts are, but not None, from which code counts anew."""
@@ -266,18 +268,6 @@ def _is_like(now: Any, noted: Any) -> bool:
 _KEPT = ("__defaults__", "__kwdefaults__", "__dict__")
 
 
-class _Same:
-    """Stands for an object that has to lie at a place."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def is_still(holder: Any, key: Any, value: Any) -> bool:
-    now = lookup(holder, key)
-    return now is value.value if isinstance(value, _Same) else alike(now, value)
-
-
 def holds(block: nn.Module, reads: Sequence[PythonRead]) -> bool:
     """Whether ``block`` gives everything that was read as it was."""
     try:
@@ -355,7 +345,7 @@ def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
     names = _Names()
     clauses = [_of_dict(*entry, names) for entry in found.dicts]
     clauses += [_of_owner(*entry, names, block) for entry in found.owners]
-    names.values |= {"equal": equal, "is_still": is_still}
+    names.values |= {"equal": equal, "lookup": lookup, "alike": alike}
     clauses += [text.format(*map(names.of, objects)) for text, *objects in found.others]
     check = f"return {' and '.join(clauses) or True}"
     return names.function(
@@ -373,11 +363,7 @@ def inputs_of(
 ) -> Callable[[Any, Any], list[Any] | None]:
     """A function of (args, kwargs) that gives the inputs of a program, or None if they are not what was recorded.
 
-    Args:
-        form: how many arguments come by position, and the names of the others.
-        arguments: of the block's forward.
-        guards: see `hexa_fx.runtime.guards.check_inputs`.
-        inputs: names of the arguments that the program takes.
+    ``form``: how many arguments come by position, and the names of the others. ``inputs``: names of those that the program takes.
     """
     names = _Names()
     names.values |= {"Tensor": torch.Tensor, "is_plain": is_plain}

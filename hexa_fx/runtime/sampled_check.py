@@ -75,11 +75,7 @@ class SampledCheck:
             state.restore()
 
     def differs(self, result: Any, expected: list[Any]) -> str:
-        """How a result differs from what the original gave, in words; empty if it does not.
-
-        Raises:
-            DiffersInUse: it does, and the check is strict.
-        """
+        """How a result differs from what the original gave, in words; empty if it does not. Strict checks raise `DiffersInUse`."""
         given = pytree.tree_leaves(result)
         reason = f"{len(given)} results, not {len(expected)}" if len(given) != len(expected) else ""
         reason = reason or next((said for pair in zip(given, expected) if (said := _difference(*pair))), "")

@@ -95,14 +95,7 @@ class Specialisation:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs the rewritten forward on a call.
-
-        Args:
-            module: the block. arguments: names of its forward's arguments. adapters: those that are active on it.
-
-        Raises:
-            GuardMiss: it was not made for this call.
-        """
+        """Runs the rewritten forward on a call. Raises `GuardMiss` if it was not made for one like this."""
         inputs, dtypes, adapted = self.meet(module, arguments, args, kwargs)
         if self.stored:
             results.check(module, self.stored)
@@ -122,11 +115,8 @@ class Specialisation:
     def meet(
         self, module: nn.Module, arguments: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], tuple[torch.dtype, ...] | None, LayerAdapters | None]:
-        """The inputs of the program, the dtypes that autocast asks of its results, and the adapters that are active.
-
-        Raises:
-            GuardMiss: a condition does not hold in this call. Sizes are left to the program.
-        """
+        """The inputs of the program, the dtypes that autocast asks of its results, and the adapters that are active. Raises
+        `GuardMiss` if a condition does not hold in this call; sizes are left to the program."""
         traced = is_compiling()
         if not self.holds_in(bool(module.training)):
             raise GuardMiss(
@@ -146,11 +136,8 @@ class Specialisation:
         return inputs, dtypes_under_autocast(known, self.guards, arguments.bind(args, kwargs), module), adapted
 
     def follow_adapters(self, module: nn.Module, traced: bool = False) -> LayerAdapters | None:
-        """Sees through modules of PEFT around linear layers. Returns what is active on those of experts, if anything.
-
-        Raises:
-            GuardMiss: it is no low-rank addition.
-        """
+        """Sees through modules of PEFT around linear layers. Returns what is active on those of experts, if anything. Raises
+        `GuardMiss` if that is no low-rank addition."""
         if traced:
             return self.lora.traced(module) or None
         if self.lora.changed(module):
@@ -161,11 +148,7 @@ class Specialisation:
     def inputs_of(
         self, arguments: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any], traced: bool = False
     ) -> list[Any]:
-        """The inputs of the program, checked.
-
-        Raises:
-            GuardMiss: they are not what was recorded.
-        """
+        """The inputs of the program. Raises `GuardMiss` if they are not what was recorded."""
         if not traced:
             form = len(args), *kwargs
             if form not in self._forms:
