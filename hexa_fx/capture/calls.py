@@ -73,11 +73,7 @@ class UnreadableTensor(Exception):
 
 
 def check_readable(tensor: torch.Tensor) -> None:
-    """Checks that a tensor is dense and not hidden by torch.func.
-
-    Raises:
-        UnreadableTensor: the reason, as a sentence.
-    """
+    """Raises `UnreadableTensor` unless a tensor is dense and not hidden by torch.func."""
     if is_functorch_wrapped_tensor(tensor):
         raise UnreadableTensor(
             "its experts run inside torch.func (vmap or grad), which hides the numbers; experts that torch.bmm or "
@@ -105,11 +101,7 @@ def as_plain(value: Any) -> Any:
 
 
 def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call neither computes a tensor nor decides anything.
-
-    Raises:
-        UnreadableTensor: it is one of which a graph does not show what follows.
-    """
+    """Whether a call neither computes a tensor nor decides anything. Raises `UnreadableTensor` if no graph shows what follows."""
     if name in _MEMORY:
         raise UnreadableTensor(
             f"it asks for the memory behind tensors ({name}()), of which a graph says nothing; ask for sizes instead"

@@ -26,11 +26,7 @@ def row_dropout(rows: torch.Tensor, p: float = 0.5, training: bool = True, inpla
 
 
 class Applied:
-    """``function.apply`` as a target of a graph: unlike the bound method it has an import path, so it can be written as code.
-
-    Args:
-        function: a user's `torch.autograd.Function`.
-    """
+    """``function.apply`` as a target of a graph: unlike the bound method it has an import path, so it can be written as code."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
@@ -41,11 +37,7 @@ class Applied:
 
 
 class OfItems:
-    """Makes a mapping of a class of its own whose keys are no names, as a target of a graph.
-
-    Args:
-        like: one of the class; a ``defaultdict`` has a factory besides.
-    """
+    """Makes a mapping of a class of its own whose keys are no names, as a target of a graph; a ``defaultdict``'s factory too."""
 
     def __init__(self, like: dict[Any, Any]) -> None:
         self.kind: Callable[..., dict[Any, Any]] = type(like)

@@ -62,12 +62,7 @@ _IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod, functool
 
 
 class PythonReads:
-    """What one run reads.
-
-    Args:
-        block: the module that will run.
-        recorder: of the run.
-    """
+    """What one run of a block reads, as its recorder and the classes of what it comes to tell."""
 
     def __init__(self, block: nn.Module, recorder: Recorder) -> None:
         self._block, self.recorder = block, recorder

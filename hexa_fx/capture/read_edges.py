@@ -46,11 +46,7 @@ def _is_of_python(edge: Edge) -> bool:
 
 
 class ReadEdges:
-    """The reads of one run.
-
-    Args:
-        block: the module that runs.
-    """
+    """The reads of one run of a block."""
 
     def __init__(self, block: nn.Module) -> None:
         self.modules = {id(module): path for path, module in reversed(named_modules(block))}

@@ -130,8 +130,7 @@ def capture(
     ``no_grad`` shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them
     alone: adding zero would leave no trace. Code that fails under these conditions is run again without them.
 
-    Raises:
-        CaptureError: the block does not run on these inputs; the message quotes its error.
+    Raises `CaptureError`, which quotes the block's own error, if it does not run on these inputs.
     """
     for conditions in _CONDITIONS:
         try:
@@ -306,10 +305,7 @@ def _run(
     bound: inspect.BoundArguments,
     replaced: Mapping[str, torch.Tensor],
 ) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
-    """Calls the block's forward with copies of the tensors.
-
-    Returns the result, the named arguments, and what lists, dicts and objects among these contained.
-    """
+    """The result of a call with copies of tensors, the named arguments, and what lists, dicts and objects among them contained."""
     named: list[tuple[str, Any]] = []
     holders: list[Holder] = []
 

@@ -45,7 +45,7 @@ from hexa_fx.capture.calls import (
     written_tensor,
 )
 from hexa_fx.capture.ran_code import untold
-from hexa_fx.capture.records import Listener, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
+from hexa_fx.capture.records import Listener, ModuleCall, NodeRecord, memory_of, record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, noted_text, plain, wrap
 from hexa_fx.contexts import items_set
 from hexa_fx.isolation.lookup import MISSING, attributes, fields_of, tensors_in
@@ -85,7 +85,10 @@ class Recorder(TorchFunctionMode):
         self.written: dict[int, tuple[torch.fx.Node, int]] = {}  # by storage: the last write, the id of its tensor
         members_last = sorted(self.parameters.items(), key=lambda item: any(map(str.isdigit, item[0].split("."))))
         self._parameter_name = {id(tensor): name for name, tensor in members_last}  # of two, that of a list's member
-        self._memory = MemoryNumbers(self.parameters.values())
+        self._lasting = frozenset(map(memory_of, self.parameters.values()))
+        # Memory of others goes by numbers: a weight that is moved later, as packed ones are, may come to lie where a recorded value
+        # lay that is gone by then, and by its address that would be a part of it.
+        self._memory_numbers: dict[int, int] = {}
         self._cast_on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
         self._pieces: dict[
@@ -101,7 +104,9 @@ class Recorder(TorchFunctionMode):
         end_after(self.count)
         snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs)
-        storage = self._memory.of(value) if isinstance(value, torch.Tensor) else None
+        storage = memory_of(value) if isinstance(value, torch.Tensor) else None
+        if storage is not None and storage not in self._lasting:
+            storage = self._memory_numbers.setdefault(storage, -1 - len(self._memory_numbers))
         gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
         off = next((device for device in self._cast_on if not torch.is_autocast_enabled(device)), "")
         at = self.scopes[-1], user_location()
@@ -139,7 +144,7 @@ class Recorder(TorchFunctionMode):
             return value
         check_readable(value)
         detached = value.detach()
-        return detached if memory_of(value) in self._memory.lasting else detached.clone()
+        return detached if memory_of(value) in self._lasting else detached.clone()
 
     def _bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> torch.fx.Node:
         self._node_of[id(tensor)] = node
@@ -266,13 +271,13 @@ class Recorder(TorchFunctionMode):
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
-        if exchanges(name, args) and memory_of(args[0]) not in self._memory.lasting:
+        if exchanges(name, args) and memory_of(args[0]) not in self._lasting:
             with torch.no_grad():  # the same numbers, by a write that shows
                 return self._call(torch.Tensor.copy_, "copy_", args, {}, args, {})
         if is_bookkeeping(name, plain_args, plain_kwargs):
             self._ask(plain_args[0] if plain_args else None, name)
             result = func(*plain_args, **plain_kwargs)
-            if name == SETS_GRADIENT and memory_of(args[0]) not in self._memory.lasting:
+            if name == SETS_GRADIENT and memory_of(args[0]) not in self._lasting:
                 self._bind(args[0], self.add("call_method", name, self.lift(args), self.lift(kwargs), args[0]))
             return result
         if name in SYMBOLIC_FUNCTIONS:

@@ -204,13 +204,8 @@ class Replay:
     def run(
         self, replace: Mapping[torch.fx.Node, torch.Tensor], wanted: Iterable[torch.fx.Node]
     ) -> dict[torch.fx.Node, Any]:
-        """Values of ``wanted`` if the nodes in ``replace`` had the given values (same shapes, float64).
-
-        A replaced node keeps its place in the order of writes, but not its memory.
-
-        Raises:
-            CannotReplay: an operation fails on these values.
-        """
+        """Values of ``wanted`` if the nodes in ``replace`` had the given values (same shapes, float64). Raises `CannotReplay` if an
+        operation fails on these. A replaced node keeps its place in the order of writes, but not its memory."""
         targets = list(wanted)
         stale = self._stale(replace)
         needed = self._needed(targets, stale, replace)

@@ -33,8 +33,6 @@ from hexa_fx.torch_private import (
     _len_torch_dispatch_stack,
 )
 
-IN_PLACE, SEEN = "in place", "by operators"
-"""How parameters are read: by kernels where they lie; by operators that see their class."""
 _OF_KIND: tuple[Callable[[Any], Any], ...] = (type, *map(attrgetter, ("dtype", "shape", "device")))
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
@@ -44,7 +42,7 @@ class ListedExperts(WeightReader):
 
     def _bind(self, block: nn.Module) -> None:
         super()._bind(block)
-        self._seen: tuple[list[list[Any]], str] = [], ""
+        self._seen: tuple[list[list[Any]], bool] = [], False
         self._ends: list[list[Any]] = []
 
     def __call__(self) -> torch.Tensor | Listed:
@@ -52,9 +50,10 @@ class ListedExperts(WeightReader):
         if is_compiling() or _traced():
             tensors = self.tensors_in_trace()
             self._check_kinds(tensors)
-            return self._copy(tensors) if is_compiling() else self._listed(tensors, eager=False)
+            parts = self.in_parts(tensors)
+            return joined(parts) if is_compiling() else Listed(parts, False)
         tensors = self.tensors()
-        return self._listed(tensors, eager=self._how(tensors) == IN_PLACE)
+        return Listed(self.in_parts(tensors), self._lie_in_place(tensors))
 
     def refresh(self) -> None:
         """Raises `GuardMiss` if an expert was replaced or hooked. Call it before the block has any effect."""
@@ -67,30 +66,26 @@ class ListedExperts(WeightReader):
             return
         first, last = self.ends()  # what changes parameters changes all of them, and every read looks at each
         if first is None or last is None or _kinds_of((first, last)) != self._ends:
-            self._how(self.tensors())
+            self._lie_in_place(self.tensors())
 
-    def _listed(self, tensors: Sequence[torch.Tensor], eager: bool) -> Listed:
-        return Listed(self.in_parts(tensors), eager)
-
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return joined(self.in_parts(tensors))
-
-    def _how(self, tensors: Sequence[torch.Tensor]) -> str:
-        """How they are read, which is decided anew where they are of other kinds than before."""
-        kinds, how = self._seen
+    def _lie_in_place(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether kernels read them where they lie, else operators that see their class; decided anew for other kinds of them."""
+        kinds, in_place = self._seen
         found = _kinds_of(tensors)
         if found != kinds:
-            how = self._decide(tensors)
-            self._seen, self._ends = (found, how), [[each[0], each[-1]] for each in found]
-        return how
+            in_place = self._decide(tensors)
+            self._seen, self._ends = (found, in_place), [[each[0], each[-1]] for each in found]
+        return in_place
 
-    def _decide(self, tensors: Sequence[torch.Tensor]) -> str:
+    def _decide(self, tensors: Sequence[torch.Tensor]) -> bool:
         self._check_kinds(tensors)
         if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
             raise GuardMiss("the experts' weights are distributed tensors")
         if not _are_alike(self.in_parts(tensors)):
             raise GuardMiss(f"the experts' parameters of {self.weight.name!r} differ in shape, dtype or device")
-        return _how_plain(tensors)
+        first = tensors[0]
+        strided = _PLAIN.issuperset(map(type, tensors)) and first.layout is torch.strided
+        return strided and (first.is_cpu or first.is_cuda)
 
     def _check_kinds(self, tensors: Sequence[torch.Tensor]) -> None:
         for path, tensor in zip(self.paths, tensors):
@@ -105,13 +100,6 @@ class ListedExperts(WeightReader):
 def _kinds_of(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     with DisableTorchFunction():  # a mode would be told of every parameter
         return [list(map(of, tensors)) for of in _OF_KIND]
-
-
-def _how_plain(tensors: Sequence[torch.Tensor]) -> str:
-    first = tensors[0]
-    if not _PLAIN.issuperset(map(type, tensors)) or first.layout is not torch.strided:
-        return SEEN
-    return IN_PLACE if first.is_cpu or first.is_cuda else SEEN
 
 
 def _are_alike(parts: Sequence[Sequence[torch.Tensor]]) -> bool:
