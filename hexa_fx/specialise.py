@@ -32,7 +32,6 @@ from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.read_values import alike, gradients_asked
 from hexa_fx.isolation.shadow import InPlace, shadow_of
-from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
@@ -213,7 +212,6 @@ class Specialiser:
         effects = Sandbox(shadow)
         try:
             with (
-                collections_are_cheap(),
                 compiled_as_python(),
                 gradients_kept(shadow),
                 kernels_requested(config.compute),

@@ -4,6 +4,7 @@ meanwhile, or with a refusal that says what it needs; and makes the float64 copy
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import re
@@ -31,7 +32,6 @@ from hexa_fx.isolation.module_tree import modules_of, named_tensors
 from hexa_fx.isolation.shadow import rebound
 from hexa_fx.isolation.size import (
     FEW_TOKENS,
-    collect,
     is_large,
     is_out_of_memory,
     of_one_number,
@@ -119,7 +119,7 @@ def _float64_bytes(captured: CapturedBlock, writes: bool) -> Iterator[int]:
 def _released(reason: str) -> None:
     if reason:
         log.info("the analysis ran out of memory and goes on with fewer tokens: %s", reason)
-    collect(everything=bool(reason))
+    gc.collect()  # graphs refer to themselves
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -19,7 +19,7 @@ _WHOLE = ("test_zoo.py", "test_families.py", "test_model_types.py")
 _LONG = tuple(
     f"tests/{place}"
     for place in """
-    api/test_fp8_compute.py::test_compiled api/test_garbage.py::test_dynamo
+    api/test_fp8_compute.py::test_compiled api/test_imports.py::test_dynamo
     api/test_quantize_lists.py::test_a_block_that_shares api/test_quantize_lists.py::test_a_compiler api/test_scale.py
     benchmarks/ codegen/test_decode.py codegen/test_fp8_rows.py::test_rows codegen/test_fragments_sm80.py
     codegen/test_packed.py::test_products codegen/test_spec.py::test_the_programs_command_line_stays_its_own
@@ -86,14 +86,6 @@ def _freeze() -> None:
     global _imported
     _imported = len(sys.modules)
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def frozen_objects_are_not_counted() -> Iterator[None]:
-    """Each call of optimize asks how many there are, and of those of a whole process the count takes longer than some analyses."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", lambda: 1)
-        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
