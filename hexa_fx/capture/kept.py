@@ -26,7 +26,6 @@ from hexa_fx.capture.read_edges import ReadEdges
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
-from hexa_fx.contexts import attributes_set
 from hexa_fx.ir import ContainerItem, Destination, ModuleAttribute, ObjectAttribute, SourceLocation
 from hexa_fx.isolation.contents import contents, is_as, put_back, same, taken
 from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
@@ -88,22 +87,6 @@ class Settings:
         if (id(holder), name) not in self.locations:
             self.locations[id(holder), name] = user_location()
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """A context in which attributes that are set on modules are noted."""
-        unnoted = nn.Module.__setattr__
-
-        def noting(module: nn.Module, name: str, value: Any) -> None:
-            unnoted(module, name, value)
-            self.note(module, name)
-
-        with attributes_set(nn.Module, __setattr__=noting):
-            yield
-
-
-def _changed(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
-
 
 def stored_values(
     block: nn.Module,
@@ -118,21 +101,16 @@ def stored_values(
         hold: is told of those that were set to another plain value that they had: a condition, as the rewritten block sets none.
     """
     for path, module in named_modules(block):
-        before = snapshot.attributes(module)
-        changed = _changed(module, before)
-        again = [
-            name for name in settings.names(id(module)) if name in module.__dict__.keys() - {*changed, *MODULE_STATE}
-        ]
+        own, before = module.__dict__, snapshot.attributes(module)
+        changed = [name for name, value in own.items() if name not in before or value is not before[name]]
+        again = [name for name in settings.names(id(module)) if name in own.keys() - {*changed, *MODULE_STATE}]
         for name in again:
-            if is_kept_constant(module.__dict__[name], before[name]):
+            if is_kept_constant(own[name], before[name]):
                 hold(module, name, before[name], frozenset(settings.scopes[id(module), name]))
-        now = {name: module.__dict__[name] for name in (*changed, *(n for n in again if _is_literal(before[n])))}
-        buffers = (
-            module._buffers
-        )  # in whose place other tensors may be, as after ``self.usage = 0.9 * self.usage + used``
-        now |= {
-            name: buffers[name] for name, old in snapshot.buffers(module).items() if buffers.get(name, old) is not old
-        }
+        now = {name: own[name] for name in (*changed, *(n for n in again if _is_literal(before[n])))}
+        # buffers in whose place other tensors are, as after ``self.usage = 0.9 * self.usage + used``
+        buffers, held = module._buffers, snapshot.buffers(module)
+        now |= {name: buffers[name] for name in held if name in buffers and buffers[name] is not held[name]}
         for name, value in now.items():
             if recorder.asked.get(inside(path, name), MISSING) is value:  # the number that it was asked for
                 continue
@@ -234,12 +212,13 @@ class Kept:
                 self._met[id(value)] = _Met(value, found, found)
 
     def noting(self, cls: type) -> Callable[..., None]:
-        """A ``__setattr__`` for a class that notes what is set in an object."""
+        """A ``__setattr__`` for a class that notes what is set in a module or an object that was met."""
         plain_set: Callable[..., None] = cls.__setattr__
 
         def __setattr__(holder: Any, name: str, value: Any) -> None:
             plain_set(holder, name, value)
-            if id(holder) in self._met and name in dict(contents(holder)):  # else a property took it
+            is_met = id(holder) in self._met and name in dict(contents(holder))  # else a property took it
+            if is_met or isinstance(holder, nn.Module):
                 self.note(holder, name)
 
         return __setattr__

@@ -98,7 +98,7 @@ class PythonReads:
                 if is_users(base.__module__) and getattr(vars(base).get("forward"), "__closure__", None):
                     self.read(vars(base)["forward"], "__closure__", "")
         try:
-            with self.ran.noted(), self.settings.noted():
+            with self.ran.noted():
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
                     self.read(self._block, "forward", "")
                 yield
@@ -172,9 +172,7 @@ class PythonReads:
             return
         noting = self._noting(cls.__getattribute__)
         noting.noting = getattr_of(cls)  # type: ignore[attr-defined]
-        methods: dict[str, Any] = {"__getattribute__": noting}
-        if not issubclass(cls, nn.Module):
-            methods["__setattr__"] = self.objects.noting(cls)
+        methods = {"__getattribute__": noting, "__setattr__": self.objects.noting(cls)}
         self._patched[cls] = {name: vars(cls).get(name) for name in methods}
         for name, method in methods.items():
             type.__setattr__(cls, name, method)

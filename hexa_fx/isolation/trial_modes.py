@@ -46,9 +46,7 @@ class Bounded(TorchFunctionMode):
         super().__init__()
         self._calls = 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
         end_after(self._calls)
         return func(*args, **(kwargs or {}))
@@ -87,9 +85,7 @@ class InFloat64(TorchFunctionMode):
         super().__exit__(*error)
         self._limits.__exit__(*error)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         given = args, kwargs
         if kwargs or not _UPCAST.isdisjoint(map(type, args)):
@@ -154,9 +150,7 @@ class RaisesOnHost(DispatchMode):
         RuntimeError: probabilities are none.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         check = _CHECKS.get(func.overloadpacket._qualified_op_name.removeprefix("aten::").strip("_"))
         if check is not None:
@@ -272,9 +266,7 @@ class WeightSlices(TorchFunctionMode):
         """The leaves that were made, in order of creation."""
         return [part for _, part in self._parts]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         weight = self._weights.get(id(args[0])) if args and getattr(func, "__name__", "") in _TAKES_A_PART else None
         if weight is None or not torch.is_grad_enabled() or peek_interpreter_stack() is not None:

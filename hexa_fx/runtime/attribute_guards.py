@@ -118,7 +118,6 @@ class AttributeGuards:
     def see_through(self, bases: Mapping[int, nn.Module]) -> None:
         """Looks anew, and takes ``bases[id(module)]`` for a module."""
         self._bases = bases
-        self._found: Resolution | None = None
         self._is_same: Check | None = None
         self._missed: PythonRead | None = None
         # What holds before `generate` decodes, and while it does.
@@ -127,11 +126,7 @@ class AttributeGuards:
 
     def check(self) -> None:
         """Raises `GuardMiss` if anything changed. Not where a compiler traces."""
-        block, is_same, found = self._block(), self._is_same, self._found  # read once: other threads may check, too
-        if is_same is None and found is not None:
-            self._is_same = is_same = still_the_same(found, block)
-            self._sides = self._sides[0], is_same
-            self._found = None
+        block, is_same = self._block(), self._is_same  # read once: other threads may check, too
         if is_same is None or not is_same(block):
             other = self._on_other_side(block, is_same)
             if other is not None:
@@ -187,7 +182,7 @@ class AttributeGuards:
         assert block is not None
         if missed is not None and is_another_number(block, missed):
             raise ReadMiss(str(missed))
-        self._found, self._is_same, self._sides = None, None, (None, None)
+        self._is_same, self._sides = None, (None, None)
         names = frozenset(name for names in self.other_names for name in names)
         reads = (*self.forward, *self.reads)
         try:
@@ -206,8 +201,9 @@ class AttributeGuards:
         inner = [submodule(modules, path) for path in self.inner]
         found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
         self._are_hooked = partial(any, [*HOOKS_OF_ALL, *(getattr(m, hooks) for m in inner for hooks in HOOKS)])
-        self._sides = before if found.switched else None, None
-        self._found = found  # last: other threads take it as it is
+        is_same = still_the_same(found, block)
+        self._sides = before if found.switched else None, is_same
+        self._is_same = is_same  # last: other threads take it as it is
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttributeGuards:
         """For a copy of the block, to which it is to be bound. What lies outside of it is the same for both, whatever its name."""
