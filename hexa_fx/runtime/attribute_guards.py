@@ -33,7 +33,7 @@ from hexa_fx.isolation.module_tree import (
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly, ReadMiss
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.resolution import Resolution, generates, is_another_number, still_the_same, submodule
+from hexa_fx.runtime.resolution import Resolution, generates, is_another_number, lies_in, still_the_same, submodule
 
 HOOKS_OF_ALL = (
     torch_module._global_forward_hooks,
@@ -197,11 +197,11 @@ class AttributeGuards:
             if self._bases.get(id(one), one) is not self._bases.get(id(other), other):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
         # Those in modules that are called are not among the reads.
-        found.dicts += _places(names - modules.keys(), modules)
+        found.checks += [lies_in(*tensor) for tensor in _places(names - modules.keys(), modules)]
         inner = [submodule(modules, path) for path in self.inner]
-        found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
+        found.checks += [lies_in(vars(m), HOOKS[0], getattr(m, HOOKS[0])) for m in inner]  # as in `paths`
         self._are_hooked = partial(any, [*HOOKS_OF_ALL, *(getattr(m, hooks) for m in inner for hooks in HOOKS)])
-        is_same = still_the_same(found, block)
+        is_same = still_the_same(found)
         self._sides = before if found.switched else None, is_same
         self._is_same = is_same  # last: other threads take it as it is
 
