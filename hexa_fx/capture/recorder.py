@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture import functional
@@ -172,20 +173,12 @@ class Recorder(TorchFunctionMode):
     @untold
     def lift(self, value: Any) -> Any:
         """``value`` with tensors and symbolic numbers replaced by their nodes."""
+        return map_aggregate(value, self._lift_leaf)
+
+    def _lift_leaf(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._node_for(value)
-        if isinstance(value, SYMBOLIC):
-            return value.node.argument()
-        if isinstance(value, slice):
-            return slice(self.lift(value.start), self.lift(value.stop), self.lift(value.step))
-        if isinstance(value, dict):
-            return {key: self.lift(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.lift(item) for item in value]
-        if isinstance(value, tuple):
-            items = map(self.lift, value)
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return as_constant(value)
+        return value.node.argument() if isinstance(value, SYMBOLIC) else as_constant(value)
 
     def lift_result(self, result: Any) -> Any:
         """As `lift`. A dataclass or a mapping of a class of its own becomes a node that calls its class, if that is all."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -109,14 +110,7 @@ def _is_of_no_tensors(*given: Any) -> bool:
 
 def upcast(value: Any) -> Any:
     """The arguments of a call, with lower floating dtypes replaced by float64."""
-    kind = type(value)
-    if kind is torch.dtype:
-        return torch.float64 if value in _LOWER else value
-    if isinstance(value, dict) and value:  # torch.fx has a class of its own
-        return {key: upcast(item) for key, item in value.items()}
-    if kind in (tuple, list) and not _UPCAST.isdisjoint(map(type, value)):
-        return kind([upcast(item) for item in value])
-    return value
+    return map_aggregate(value, lambda leaf: torch.float64 if type(leaf) is torch.dtype and leaf in _LOWER else leaf)
 
 
 def grouped_mm(
