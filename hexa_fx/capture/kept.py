@@ -264,7 +264,7 @@ class Kept:
             for place, scope, key, value in met.added:
                 found.append((place, _put(ContainerItem(container, key), value, scope, recorder)))
             said = f"reads {container}, where earlier calls may have left other things"
-            for scope in edges.readers(met.value):
+            for scope in set().union(*(edge.scopes for edge in edges if edge.value is met.value and not edge.own)):
                 if not ran.only_adds(scope, str(container.steps[-1])):
                     otherwise = StoredValue(ContainerItem(container), UNKNOWN, frozenset({scope}), problem=said)
                     found.append((self._count, otherwise))

@@ -275,7 +275,8 @@ class PythonReads:
 
     def _note_done(self, tensor: Any, attribute: str) -> None:
         """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
-        if attribute == "data" or (attribute.startswith("requires_grad") and not self.edges.is_held(tensor)):
+        was_there = any(edge.value is tensor and not edge.own for edge in self.edges)
+        if attribute == "data" or (attribute.startswith("requires_grad") and not was_there):
             return  # the recorder tells of the first by another name, or as of a write, and records the second
         self.ran.hidden[self._scope] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
 

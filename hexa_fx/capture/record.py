@@ -174,7 +174,7 @@ def _capture(
             *stored_values(block, snapshot, reads.settings, recorder, reads.edges.hold),
             *reads.objects.stored(reads.edges, reads.settings, recorder),
         )
-        kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
+        kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *(id(edge.value) for edge in reads.edges)}
         changed = [*reads.objects.changed(reads.edges)]
         changed += [ChangedInPlace(holder.label, frozenset({""})) for holder, _ in given.changed()]
     results = [item.value for item in stored if item.value is not UNKNOWN]

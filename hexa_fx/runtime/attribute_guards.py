@@ -86,7 +86,7 @@ class AttributeGuards:
         self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
         shared = {name for names in self.other_names for name in names}  # the graph reads one of the names alone
         alone = (named_tensors(block, "_parameters", every=True).keys() & weights) - shared
-        self.reads = tuple(_merged(item for item in found if not _is_weight(item, alone)))
+        self.reads = tuple(_merged(r for r in found if r.value != IsA(torch.Tensor) or str(r) not in alone))
         seen_in_trace = (read for read in (*self.reads, *in_trace) if not (called and str(read) in called))
         self.in_trace = [checked for read in seen_in_trace for checked in _in_trace(block, read)]
         self.packed = frozenset(above for path in packed for above in [*with_ancestors(path)][1:])
@@ -197,7 +197,9 @@ class AttributeGuards:
             if self._bases.get(id(one), one) is not self._bases.get(id(other), other):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
         # Those in modules that are called are not among the reads.
-        found.checks += [lies_in(*tensor) for tensor in _places(names - modules.keys(), modules)]
+        for above, _, name in (path.rpartition(".") for path in names - modules.keys()):
+            held_in = (modules[above]._parameters, modules[above]._buffers) if above in modules else ()
+            found.checks += [lies_in(held, name, held[name]) for held in held_in if name in held]
         inner = [submodule(modules, path) for path in self.inner]
         found.checks += [lies_in(vars(m), HOOKS[0], getattr(m, HOOKS[0])) for m in inner]  # as in `paths`
         self._are_hooked = partial(any, [*HOOKS_OF_ALL, *(getattr(m, hooks) for m in inner for hooks in HOOKS)])
@@ -212,15 +214,6 @@ class AttributeGuards:
         return made
 
 
-def _places(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where the tensors at some paths lie, and what lies there."""
-    for path in paths:
-        above, _, name = path.rpartition(".")
-        for held in (modules[above]._parameters, modules[above]._buffers) if above in modules else ():
-            if name in held:
-                yield held, name, held[name]
-
-
 def _merged(reads: Iterable[PythonRead]) -> Iterator[PythonRead]:
     """With one condition for all that names lead to outside of the block."""
     bounds: dict[tuple[int, Any], Bound] = {}
@@ -231,10 +224,6 @@ def _merged(reads: Iterable[PythonRead]) -> Iterator[PythonRead]:
             yield read
     if bounds:
         yield PythonRead("", ("code",), Code(tuple(bounds.values())), True)
-
-
-def _is_weight(read: PythonRead, weights: Collection[str]) -> bool:
-    return read.value == IsA(torch.Tensor) and str(read) in weights
 
 
 def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch.dtype]:

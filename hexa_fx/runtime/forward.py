@@ -67,8 +67,18 @@ def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[No
         found.setdefault(block.get_submodule(path), deque()).append(result)
     before = {module: module.__dict__.get(_COMPILED) for module in found}
     thread = threading.get_ident()
+
+    def answering(results: deque[Any], call: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if not results or threading.get_ident() != thread:
+                return call(*args, **kwargs)
+            given = results.popleft()
+            return given if torch.is_grad_enabled() else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
+
+        return answer
+
     for module, results in found.items():
-        module.__dict__[_COMPILED] = _answering(results, thread, before[module] or module._call_impl)
+        module.__dict__[_COMPILED] = answering(results, before[module] or module._call_impl)
     try:
         yield
     finally:
@@ -76,16 +86,6 @@ def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[No
             module.__dict__.pop(_COMPILED, None)
             if own is not None:
                 module.__dict__[_COMPILED] = own
-
-
-def _answering(results: deque[Any], thread: int, call: Callable[..., Any]) -> Callable[..., Any]:
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        if not results or threading.get_ident() != thread:
-            return call(*args, **kwargs)
-        result = results.popleft()
-        return result if torch.is_grad_enabled() else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-
-    return answer
 
 
 FORWARD, REPLICATE = "forward", "_replicate_for_data_parallel"
@@ -254,8 +254,7 @@ class HexaForward(InPlace):
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
-        for told in self.restarted:
-            told()
+        self._restart()
         return self.run_original(args, kwargs)
 
     def run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -270,10 +269,6 @@ class HexaForward(InPlace):
             if self._own_original is not None:
                 return self._own_original(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
-
-    def _leave(self, reason: str) -> None:
-        """Leaves all calls to the original from now on."""
-        self.specialisations, self._latest, self.exhausted = (), None, reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for told in self.called:
@@ -290,7 +285,7 @@ class HexaForward(InPlace):
                 self.ran += 1
                 if self.sampled is None or expected is None or not (why := self.sampled.differs(result, expected)):
                     return result
-                self._leave(why)
+                self.specialisations, self._latest, self.exhausted = (), None, why  # from now on
             except GuardMiss as found:
                 miss = without_frames(found)
         return self._analysed(args, kwargs, miss, there)

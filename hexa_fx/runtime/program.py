@@ -83,16 +83,13 @@ class Program:
     path: str
     """Of the block in its model, shown in tracebacks."""
 
-    def __post_init__(self) -> None:
-        self.function = self._compile()
-
     @classmethod
     def of(cls, graph: torch.fx.Graph, path: str, lists: Collection[str] = ()) -> Program:
         code = direct(graph, lists).python_code("self")
         inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
         return cls(code.src, code.globals, inputs, path)
 
-    def _compile(self) -> Callable[..., Any]:
+    def __post_init__(self) -> None:
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:12]
         filename = f"<hexa_fx {self.path or 'block'} {digest}>"
         lines = self.source.splitlines(keepends=True)
@@ -101,8 +98,7 @@ class Program:
         # No __name__: Dynamo would look the globals up in the module of that name.
         namespace: dict[str, Any] = {"__builtins__": builtins, **self.globals}
         exec(compile(self.source, filename, "exec"), namespace)
-        function: Callable[..., Any] = namespace["forward"]
-        return function
+        self.function: Callable[..., Any] = namespace["forward"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
