@@ -255,7 +255,8 @@ class Kept:
         ways = edges.ways({id(met.value) for met in filled})
         found: list[tuple[int, StoredValue]] = []
         for met in kept:  # code that adds to it in other calls alone, as in train mode, asks for nothing of it either
-            if not met.added and _is_added_to(met.value, edges, ran):
+            came = [edge for edge in edges if edge.value is met.value and edge.scopes] if not met.added else []
+            if came and all(ran.only_adds(scope, str(edge.key)) for edge in came for scope in edge.scopes):
                 edges.forget(met.value)
         for met in filled:
             if id(met.value) not in ways or not any(of_the_run(value) for *_, value in met.added):
@@ -303,12 +304,6 @@ class Kept:
             if (found and not found[0].is_global) or any(map(of_the_run, new)):
                 label = str(found[0]) if found else f"a {type(met.value).__name__}"
                 yield ChangedInPlace(label, frozenset(met.changed))
-
-
-def _is_added_to(value: Any, edges: ReadEdges, ran: RanCode) -> bool:
-    """Whether code came to a collection, and does nothing with it but add to it."""
-    came = [edge for edge in edges if edge.value is value and edge.scopes]
-    return bool(came) and all(ran.only_adds(scope, str(edge.key)) for edge in came for scope in edge.scopes)
 
 
 def _put(place: ContainerItem, value: Any, scope: str, recorder: Recorder) -> StoredValue:

@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +94,8 @@ class RecordedNumber:
 
         An index into a list, or a remainder, chooses what is done. What code makes of a size as a plain number goes unseen.
         """
-        subscript = _is_subscript(sys._getframe(2))
+        frame = sys._getframe(2)  # of the code that indexes or slices something, perhaps
+        subscript = _operations(frame.f_code).get(frame.f_lasti, "").startswith("BINARY_S")
         if self.node is not None and (self.node.target is operator.mod or subscript or is_of_sizes(self.node)):
             self.compare(subscript)
         else:
@@ -161,11 +162,6 @@ def is_of_sizes(node: torch.fx.Node) -> bool:
         seen.add(item)
         frontier.extend(item.all_input_nodes)
     return True
-
-
-def _is_subscript(frame: FrameType) -> bool:
-    """Whether the code indexes or slices something."""
-    return _operations(frame.f_code).get(frame.f_lasti, "").startswith("BINARY_S")
 
 
 @functools.lru_cache(maxsize=256)
