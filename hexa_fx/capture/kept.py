@@ -62,12 +62,10 @@ class StoredValue:
 
 @dataclass
 class Settings:
-    """Of every attribute that the run sets, by the module's id and name.
-
-    ``running``: paths of the modules whose code runs, the innermost last.
-    """
+    """Of every attribute that the run sets, by the module's id and name."""
 
     running: list[str]
+    """Paths of the modules whose code runs, the innermost last."""
     scopes: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     """Paths of the modules whose code set it."""
     locations: dict[tuple[int, str], SourceLocation | None] = field(default_factory=dict)
@@ -95,11 +93,8 @@ def stored_values(
     recorder: Recorder,
     hold: Callable[[Any, str, Any, frozenset[str]], None],
 ) -> Iterator[StoredValue]:
-    """Attributes and buffers that are not what they were at ``snapshot``, or were set to a literal.
-
-    Args:
-        hold: is told of those that were set to another plain value that they had: a condition, as the rewritten block sets none.
-    """
+    """Attributes and buffers that are not what they were at ``snapshot``, or were set to a literal. ``hold`` is told of those that
+    were set to another plain value that they had: a condition, as the rewritten block sets none."""
     for path, module in named_modules(block):
         own, before = module.__dict__, snapshot.attributes(module)
         changed = [name for name, value in own.items() if name not in before or value is not before[name]]
@@ -199,11 +194,8 @@ class Kept:
         self._count = 0
 
     def meet(self, holder: Any, value: Any, own: bool, outside: bool) -> None:
-        """Saves what ``value``, found in ``holder``, contains, unless the run itself put it there (``own``).
-
-        Args:
-            outside: whether it is a module that is not one of the block's.
-        """
+        """Saves what ``value``, found in ``holder``, contains, unless the run itself put it there (``own``). ``outside``: whether
+        it is a module that is not one of the block's."""
         if own or id(holder) in self._made:
             self._made.add(id(value))
         elif (outside or is_object(value)) and not isinstance(value, (tuple, frozenset)) and id(value) not in self._met:

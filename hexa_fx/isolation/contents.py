@@ -238,9 +238,6 @@ class Sandbox:
     that their hooks keep and count in.
 
     What runs put into globals is taken out if it holds tensors of theirs; caches and counters there stay, as after any call.
-
-    Args:
-        root: of the modules that will run.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -30,9 +30,6 @@ class ModuleSnapshot:
     Values are saved of buffers, and of attributes that are tensors like them; not of parameters.
     Parameters, buffers and modules that a run registers under a new name stay: a first call registers them in any
     case, and a block is analysed as it is from then on.
-
-    Args:
-        root: of the tree.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -125,12 +125,8 @@ def _beside(tensor: Tensor) -> Tensor:
 
 
 def rebound(value: Any, shadows: dict[int, Any]) -> Any:
-    """An attribute of a shadow: modules of the tree, in lists, in functions and as what methods are bound to, are their shadows.
-
-    Args:
-        value: what the module holds.
-        shadows: what stands for modules of the tree, by their ids.
-    """
+    """An attribute of a shadow: modules of the tree, in lists, in functions and as what methods are bound to, are their
+    ``shadows``, by id."""
     if isinstance(value, nn.Module):
         return shadows.get(id(value), value)
     if type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):

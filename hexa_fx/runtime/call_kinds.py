@@ -46,11 +46,8 @@ def is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def foreign_weight(block: nn.Module, weights: Iterable[Sequence[str]]) -> str:
-    """What operators cannot read among these parameters, since it is of another library's class; empty if they can read all.
-
-    Args:
-        weights: names of the modules on the way to each, and its own.
-    """
+    """What operators cannot read among these parameters, each by names of the modules on the way and its own, since it is of
+    another library's class; empty if they can read all."""
     for path in weights:
         owner: nn.Module | None = block
         *above, name = path
@@ -66,10 +63,7 @@ def reason_for_own_code(traced: bool) -> str:
     """Why operators cannot stand for a block's own code in this call; empty if they can.
 
     They support backward only, know nothing of `torch.vmap`, and a `TorchFunctionMode` of the user's would not see the functions
-    that they stand for.
-
-    Args:
-        traced: whether a compiler traces it.
+    that they stand for. ``traced``: by a compiler.
     """
     if (traced or _get_tracing_state() is not None) and torch.onnx.is_in_onnx_export():
         return "it is exported to ONNX, which has no operator that stands for it"
@@ -138,9 +132,6 @@ class RefusedKind:
     """A kind of call, by what it is like and by what its code read, and why it runs the block's own code.
 
     Args:
-        module: the block, which is not kept alive.
-        args, kwargs: of the call.
-        reason: why it is left.
         reads: what the code read from Python; if it reads something else, the kind is another. What may change without a trace
             says nothing.
         own_forward: the forward that the block's instance had of its own.

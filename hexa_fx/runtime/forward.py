@@ -58,9 +58,6 @@ def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[No
     """A context in which submodules of ``block`` give, once for each call of ``called``, what they gave there.
 
     They draw and count nothing again, and their hooks do not run again. It holds for this thread.
-
-    Args:
-        called: path and result, in order.
     """
     found: dict[nn.Module, deque[Any]] = {}
     for path, result in called:

@@ -18,11 +18,8 @@ from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST, WithoutAutocast
 
 
 def direct(graph: torch.fx.Graph, lists: Collection[str] = ()) -> torch.fx.Graph:
-    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`), and some nodes with autocast off.
-
-    Args:
-        lists: names of listed weights, of which what reads no lists gets stacks.
-    """
+    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`), and some nodes with autocast off. Of the
+    weights named in ``lists``, what reads no lists gets stacks."""
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     _stack_for_others(copied, lists)
