@@ -157,10 +157,8 @@ in ``np.sqrt(x.shape[-1])``."""
 
 @contextmanager
 def scripts_as_python(all_of_them: bool) -> Iterator[None]:
-    """A context in which compiled functions run in Python.
-
-    ``all_of_them``: to call one of which there is no Python code raises `UnreadableTensor`; else it runs as it is.
-    """
+    """A context in which compiled functions run in Python. One of which there is no Python code runs as it is, or its call raises
+    `UnreadableTensor` if ``all_of_them`` are to."""
     compiled = torch.jit.ScriptFunction.__call__
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -403,12 +401,6 @@ def _held(value: Any, changeable: bool = False) -> Iterator[Any]:
         yield MISSING if plain or unseen else id(value)
 
 
-def _have_attributes(result: Any) -> bool:
-    """Whether code has set attributes of tensors in what it gives."""
-    leaves = tree_leaves(result)
-    return any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and vars(leaf) for leaf in leaves)
-
-
 @contextmanager
 def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[None]:
     original = nn.Module.__call__
@@ -431,8 +423,10 @@ def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[Non
                     recorder.told.leave(recorder.scopes.pop())
             with DisableTorchFunction():
                 stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
-                is_read = isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
-                output = recorder.lift(result) if stays and is_read else None
+                computed = (leaf for leaf in tree_leaves(result) if not isinstance(leaf, nn.Parameter))
+                is_told = any(isinstance(leaf, torch.Tensor) and vars(leaf) for leaf in computed)  # attributes
+                is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not is_told
+                output = recorder.lift(result) if is_read else None
         recorder.calls.append(ModuleCall(path, *place, lifted_args, lifted_kwargs, output))
         return result
 

@@ -92,7 +92,6 @@ class ModelRun(TorchFunctionMode):
     """The mode that notes what is selected, and by hooks which modules run and what they are given.
 
     Args:
-        model: which will run.
         wanted: paths of modules of which the first call is to be noted.
         most_tokens: about as many at most are noted of what a module is given.
     """

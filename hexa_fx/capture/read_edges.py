@@ -59,10 +59,6 @@ class ReadEdges:
         """What was read of an object, by name or place; more can be added."""
         return self._of.setdefault(id(holder), {})
 
-    def get(self, holder: Any, key: Any) -> Edge | None:
-        """The read of ``key`` of an object, if there was one."""
-        return self._of.get(id(holder), {}).get(key)
-
     def hold(self, holder: Any, name: str, value: Any, scopes: frozenset[str]) -> None:
         """Notes an attribute as read before it was set, so that ``value`` lying there is a condition."""
         edge = self.of(holder).setdefault(name, Edge(holder, name, value, value))

@@ -67,10 +67,8 @@ AS_IT_IS = Replacements()
 def replaced_parameters(
     parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """A context that yields the new values by name. Parameters keep their identity, and get their own memory back at the end.
-
-    ``given``: values of others, buffers too, by name.
-    """
+    """A context that yields the new values by name, of parameters of equal elements and of what is ``given``, buffers too. Each
+    keeps its identity, and gets its own memory back at the end."""
     generator = torch.Generator().manual_seed(2)
     chosen = {id(parameters[name]): value for name, value in given.items()}
     alike = of_one_number(p for p in parameters.values() if type(p) is nn.Parameter and not p.is_meta)

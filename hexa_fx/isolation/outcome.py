@@ -88,8 +88,7 @@ def observe(
         inputs: (args, kwargs); floating tensors among them get gradients, but for those that are to want none.
         slices: the active mode that makes leaves of parts of parameters, if there is one.
 
-    Raises:
-        Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
+    It raises whatever ``call`` raises. An error of backward alone is recorded in the outcome.
     """
     leaves, spec = pytree.tree_flatten(inputs)
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

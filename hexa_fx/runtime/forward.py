@@ -135,7 +135,6 @@ class HexaForward(InPlace):
         module: the user's module, referenced weakly (the module owns this object).
         blocks: what was made of it for several kinds of calls.
         original: the forward that the instance had of its own; None if it had the class's.
-        path: the block's path in its model.
         analyst: analyses calls of other kinds; None if these run the original.
     """
 

@@ -106,12 +106,8 @@ def _is_given_by(owner: Any, key: str, value: Any) -> Check:
 class Resolution:
     """Where the values of ``reads`` lie in ``block`` now; ``bases[id(module)]`` counts in place of a module.
 
-    Tensors have to be of the kind that was noted, and one of the ``other_names`` to stay the same object.
-
-    The block itself and its ``__dict__`` are `BLOCK` and `OWN_DICT`.
-
-    Raises:
-        GuardMiss: one of them is not what was noted.
+    Tensors have to be of the kind that was noted, and one of the ``other_names`` to stay the same object. The block itself and its
+    ``__dict__`` are `BLOCK` and `OWN_DICT`. Raises `GuardMiss` if one of them is not what was noted.
     """
 
     def __init__(
@@ -385,15 +381,17 @@ def inputs_of(
         guards = [guard for guard in guards if guard.name not in forms]
         covered = {*inputs, *(guard.name for guard in guards)}
         if not covered <= values.keys():
-            return _unknown
+            raise GuardMiss("an input is missing")
         places = {name: f"x{place}" for place, name in enumerate(values)}
-        lines = [f"{places[name]} = {_source(value, names)}" for name, value in values.items()]
+        lines = [
+            f"{places[name]} = {value if type(value) is _Given else names.of(value)}" for name, value in values.items()
+        ]
         clauses = [clause for guard in guards for clause in _of_guard(guard, places, values[guard.name], names)]
         for name in values.keys() - covered:
             default = arguments.defaults.get(name, MISSING)  # nothing is
             clauses.append(f"{places[name]} is {names.of(default)}")
-    except GuardMiss:
-        return _unknown
+    except GuardMiss:  # of a form of call that the block was not recorded with
+        return lambda args, kwargs: None
     result = f"[{', '.join(places[name] for name in inputs)}]"
     return names.function(
         "args, kwargs", *first, *lines, f"return {result} if {' and '.join(clauses) or True} else None"
@@ -415,14 +413,6 @@ class _Given(str):
     """Stands for an argument that is given: the expression that reads it."""
 
     __slots__ = ()
-
-
-def _unknown(args: Any, kwargs: Any) -> None:
-    """Of a form of call that the block was not recorded with."""
-
-
-def _source(value: Any, names: _Names) -> str:
-    return str(value) if type(value) is _Given else names.of(value)
 
 
 def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Names) -> list[str]:
