@@ -40,7 +40,7 @@ def builtin_shims(recorder: Recorder, kept: Collection[type]) -> dict[str, Any]:
     numbers = {int: _int_shim(recorder), float: _float_shim()}
     known = {kind: shim for kind, shim in numbers.items() if kind not in kept}
     return {kind.__name__: shim for kind, shim in known.items()} | {
-        "len": _len_shim(recorder),
+        "len": lambda value: value.shape[0] if isinstance(value, torch.Tensor) else recorder.length_of(value),
         "range": _range_shim(recorder),
         "divmod": _divmod_shim,
         "isinstance": _isinstance_shim,
@@ -112,13 +112,6 @@ def _range_shim(recorder: Recorder) -> type:
             return found
 
     return Range
-
-
-def _len_shim(recorder: Recorder) -> Callable[[Any], Any]:
-    def shim(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, torch.Tensor) else recorder.length_of(value)
-
-    return shim
 
 
 def _divmod_shim(value: Any, by: Any) -> Any:

@@ -197,15 +197,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 
 
-def _arithmetic(function: Callable[..., Any]) -> Callable[..., RecordedNumber]:
-    def method(self: RecordedNumber, *others: RecordedNumber) -> RecordedNumber:
-        return self.apply(function, *others)
-
-    return method
-
-
 for _name, _function in _ARITHMETIC.items():
-    setattr(RecordedNumber, _name, _arithmetic(_function))
+    setattr(RecordedNumber, _name, functools.partialmethod(RecordedNumber.apply, _function))
 
 
 def wrap(value: float | bool, node: torch.fx.Node | None, recorder: NumberRecorder) -> Any:
@@ -225,10 +218,7 @@ class SymbolicSize(tuple[Any, ...]):
     """What ``tensor.shape`` returns during recording: a tuple, since `torch.Size` holds plain ints only."""
 
     def numel(self) -> Any:
-        total: Any = 1
-        for size in self:
-            total = total * size
-        return total
+        return math.prod(self)
 
     def __getitem__(self, index: Any) -> Any:
         item = tuple.__getitem__(self, index)

@@ -51,12 +51,14 @@ class Contents:
 
     def changed(self) -> list[tuple[Holder, list[Any]]]:
         """Holders that contain something else now, and what is new in them."""
-        found = []
+        return [(holder, new) for holder, new, _, _ in self._changed()]
+
+    def _changed(self) -> Iterator[tuple[Holder, list[Any], tuple[Any, ...], tuple[Any, ...]]]:
         for holder, keys, values in self._before:
             if not same(holder.value, keys, values):
                 old = set(map(id, values))
-                found.append((holder, [value for _, value in contents(holder.value) if id(value) not in old]))
-        return found
+                new = [value for _, value in contents(holder.value) if id(value) not in old]
+                yield holder, new, keys, values
 
     def items(self) -> Iterator[Any]:
         """What the holders contained then."""
@@ -64,11 +66,9 @@ class Contents:
 
     def restore(self, wanted: Callable[[list[Any]], bool] = lambda new: True) -> None:
         """Puts back what is not as it was, if what is new in it is to go."""
-        changed = self.changed()
-        before = {id(holder): (keys, values) for holder, keys, values in self._before if changed}
-        for holder, new in changed:
+        for holder, new, keys, values in [*self._changed()]:
             if wanted(new):
-                put_back(holder.value, list(zip(*before[id(holder)])))
+                put_back(holder.value, list(zip(keys, values)))
 
 
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:
@@ -259,7 +259,7 @@ class Sandbox:
 
     def restore(self) -> None:
         """Puts everything back."""
-        self._global.restore(_has_results)
+        self._global.restore(lambda new: any(map(_is_result, new)))
         self._held.restore()
         for holder, before in self._numbers:
             now = _plain_in(holder)
@@ -337,10 +337,6 @@ def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Hol
                 yield from (
                     Holder(f"{holder.label}.{key}.{name}", inner) for name, inner in lists if type(inner) in _LISTS
                 )
-
-
-def _has_results(new: list[Any]) -> bool:
-    return any(map(_is_result, new))
 
 
 def _is_result(value: Any) -> bool:

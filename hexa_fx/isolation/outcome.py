@@ -128,12 +128,12 @@ def observe(
 
 def unfolded(result: Any) -> Any:
     """A result with dataclasses and mappings as their classes and all that they hold."""
-    return pytree.tree_map(_opened, result, is_leaf=lambda value: held_in(value) is not None)
 
+    def opened(leaf: Any) -> Any:
+        held = held_in(leaf)
+        return leaf if held is None else (type(leaf), [(name, unfolded(value)) for name, value in held])
 
-def _opened(leaf: Any) -> Any:
-    held = held_in(leaf)
-    return leaf if held is None else (type(leaf), [(name, unfolded(value)) for name, value in held])
+    return pytree.tree_map(opened, result, is_leaf=lambda value: held_in(value) is not None)
 
 
 @autocast_off()
