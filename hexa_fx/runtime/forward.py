@@ -117,8 +117,6 @@ logger = logging.getLogger(__name__)
 SMALL = "its own code is faster for inputs this small"
 """The reason of calls that run a block's own code by choice."""
 
-_UNSAID = (SMALL, RUNS_ALREADY)
-
 _WARN_AFTER = 100
 _MOST_MISTAKES = 3
 """After so many, code that raises in its calls means to, as hooks do that end a forward early."""
@@ -381,7 +379,7 @@ class HexaForward(InPlace):
         self.why = f": {reason}"
         if not self.lost:  # else no call ran
             self.own[reason] += 1
-            if reason not in _UNSAID and not self._tried:
+            if reason not in (SMALL, RUNS_ALREADY) and not self._tried:
                 self._say(reason)
         if miss is None or not miss.called:
             return self.original(*args, **kwargs)
