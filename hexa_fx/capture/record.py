@@ -165,12 +165,10 @@ def _capture(
         reads.leave("")
         dtypes = {name: tensor.dtype for name, tensor in tensors_by_name(block).items()}
         output = recorder.lift_result(result)
-        # lists and dicts, then attributes of modules and objects: an attribute may be the list itself
-        stored = (
-            *reads.objects.added(reads.edges, reads.ran, recorder),
-            *stored_values(block, snapshot, reads.settings, recorder, reads.edges.hold),
-            *reads.objects.stored(reads.edges, reads.settings, recorder),
-        )
+        of_modules = [*stored_values(block, snapshot, reads.settings, recorder, reads.edges.hold)]
+        of_objects = [*reads.objects.stored(reads.edges, reads.settings, recorder)]
+        # what was put into lists and dicts first: an attribute may be the list itself
+        stored = (*reads.objects.added(reads.edges, reads.ran, recorder), *of_modules, *of_objects)
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *(id(edge.value) for edge in reads.edges)}
         changed = [*reads.objects.changed(reads.edges)]
         changed += [ChangedInPlace(holder.label, frozenset({""})) for holder, _ in given.changed()]
