@@ -92,9 +92,8 @@ class Recorder(TorchFunctionMode):
         self._memory_numbers: dict[int, int] = {}
         self._cast_on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
-        self._pieces: dict[
-            int, tuple[Any, torch.fx.Node]
-        ] = {}  # lists and tuples that calls gave, by id, and their nodes
+        # lists and tuples that calls gave, by id, and their nodes
+        self._pieces: dict[int, tuple[Any, torch.fx.Node]] = {}
         self.met: dict[str, torch.Tensor] = {}  # for every constant, the tensor it was read from
         self.asked: dict[str, Any] = {}  # what stands for numbers that every call asks modules for, by dotted name
 

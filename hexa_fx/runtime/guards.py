@@ -107,7 +107,7 @@ def require_finite(values: torch.Tensor, expected: str) -> None:
 
 
 def item(value: Any) -> Any:
-    """A number that a module keeps; in the recorded run a tensor stood for it. Raises `GuardMiss` if there is a tensor now."""
+    """A number that a module keeps, for which a tensor stood in the recorded run. Raises `GuardMiss` if there is a tensor now."""
     if isinstance(value, torch.Tensor):
         raise GuardMiss("a number that the block counts with is a tensor now")
     return value
