@@ -31,7 +31,7 @@ from hexa_fx.isolation.contents import Sandbox
 from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.read_values import alike, gradients_asked
-from hexa_fx.isolation.shadow import InPlace, shadow_of
+from hexa_fx.isolation.shadow import InPlace, put_apart, shadow_of
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
@@ -205,6 +205,7 @@ class Specialiser:
             asked: see `Observation.numbers`. but: see `StructureCache.but`.
         """
         config, shadow, cache = self.config, self._shadow(forward, module), self.cache.but(but)
+        put_apart(shadow, asked)
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written, numbers=asked)
@@ -246,8 +247,8 @@ def _unpickled(
 
 
 def _asked(forward: HexaForward, miss: GuardMiss | None) -> Iterator[dict[str, float]]:
-    """Numbers that modules keep and that every call is to ask for, by name, as they were: those that are known and all that have
-    changed; then of these only one, whose change kept a call from what was made of earlier ones; none.
+    """Numbers that modules keep, and objects there, and that every call is to ask for, by name, as they were: those that are known
+    and all that have changed; then of these only one, whose change kept a call from what was made of earlier ones; none.
     """
     module, missed = forward.module, miss.read if isinstance(miss, ReadMiss) else ""
     known = {name: number for name, number in forward.numbers.items() if number is not None}

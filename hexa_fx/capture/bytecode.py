@@ -52,6 +52,7 @@ def plain(opname: str, argval: Any, argrepr: str, offset: int) -> Iterator[Instr
         yield Instruction(part, value, offset)
 
 
+_TAKES = ("LOAD_ATTR", "LOAD_METHOD")
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 _WHOLE = frozenset("globals locals eval exec dir sys.modules __import__ importlib.import_module import_module".split())
 _DEVICE = frozenset({"is_cuda", "is_cpu", "get_device", "is_mps", "is_xpu", "device_type"})
@@ -117,9 +118,10 @@ def _asked(instructions: list[Instruction]) -> Iterator[str]:
     if caught := set(_caught(instructions)):
         yield from ("dtype", "device")
         yield from ("layout",) if caught != {"TypeError"} else ()  # which views do not raise
-    if _asks_for_device(instructions):
+    taken = [(before.argval, i.argval) for before, i in itertools.pairwise(instructions) if i.opname in _TAKES]
+    if any(name in _DEVICE or (of, name) == ("device", "type") for of, name in taken):
         yield "device"
-    if any(i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _LAYOUT for i in instructions):
+    if any(name in _LAYOUT for _, name in taken):
         yield "layout"
 
 
@@ -148,20 +150,12 @@ def _decides_on_dtype(instructions: list[Instruction]) -> bool:
         if _is_dtype(one, set()) and after.opname == "STORE_FAST"
     }
     for at, instruction in enumerate(instructions):
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval in _KINDS:
+        if instruction.opname in _TAKES and instruction.argval in _KINDS:
             return True
         operands = {"CONTAINS_OP": 8, "COMPARE_OP": 2, "IS_OP": 2, "BINARY_SUBSCR": 1}.get(instruction.opname, 0)
         if any(_is_dtype(i, holds) for i in instructions[max(at - operands, 0) : at]):
             return True
     return False
-
-
-def _asks_for_device(instructions: list[Instruction]) -> bool:
-    return any(
-        i.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        and (i.argval in _DEVICE or (i.argval == "type" and instructions[at - 1].argval == "device"))
-        for at, i in enumerate(instructions)
-    )
 
 
 def _is_dtype(instruction: Instruction, holds: set[str]) -> bool:
@@ -191,7 +185,7 @@ def _adds(found: list[Instruction], at: int, name: str) -> bool:
     if at + 1 >= len(found):
         return False
     after = found[at + 1]
-    if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+    if after.opname in _TAKES:
         return after.argval in _ADDS
     if "IF_NONE" in after.opname or "IF_NOT_NONE" in after.opname or (after.argval is None and "CONST" in after.opname):
         return True

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import functional
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
@@ -110,7 +111,7 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
         return True
     if any(isinstance(given, _PYTHON) for given in (*args, *kwargs.values())):
         raise UnreadableTensor(_HANDED.format(name))
-    if _holds_tensor(args) or _holds_tensor(kwargs):
+    if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
         return False
     return not hasattr(torch, name) and not hasattr(torch.nn.functional, name)
 
@@ -128,14 +129,6 @@ def python_kernels(func: Any) -> dict[str | None, Any] | None:
     operator = getattr(func, "default", func)
     found = _maybe_get_opdef(operator) if isinstance(operator, OpOverload) else None
     return None if found is None or operator._schema.is_mutable else found._backend_fns
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, dict):
-        return any(_holds_tensor(item) for item in value.values())
-    return isinstance(value, (tuple, list)) and any(_holds_tensor(item) for item in value)
 
 
 def fx_target(func: Any, name: str) -> tuple[str, Any]:

@@ -40,7 +40,7 @@ def builtin_shims(recorder: Recorder, kept: Collection[type]) -> dict[str, Any]:
     numbers = {int: _int_shim(recorder), float: _float_shim()}
     known = {kind: shim for kind, shim in numbers.items() if kind not in kept}
     return {kind.__name__: shim for kind, shim in known.items()} | {
-        "len": _len_shim(recorder),
+        "len": lambda value: value.shape[0] if isinstance(value, torch.Tensor) else recorder.length_of(value),
         "range": _range_shim(recorder),
         "divmod": _divmod_shim,
         "isinstance": _isinstance_shim,
@@ -114,13 +114,6 @@ def _range_shim(recorder: Recorder) -> type:
     return Range
 
 
-def _len_shim(recorder: Recorder) -> Callable[[Any], Any]:
-    def shim(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, torch.Tensor) else recorder.length_of(value)
-
-    return shim
-
-
 def _divmod_shim(value: Any, by: Any) -> Any:
     symbolic = isinstance(value, SYMBOLIC) or isinstance(by, SYMBOLIC)
     return (value // by, value % by) if symbolic else divmod(value, by)
@@ -157,10 +150,8 @@ in ``np.sqrt(x.shape[-1])``."""
 
 @contextmanager
 def scripts_as_python(all_of_them: bool) -> Iterator[None]:
-    """A context in which compiled functions run in Python.
-
-    ``all_of_them``: to call one of which there is no Python code raises `UnreadableTensor`; else it runs as it is.
-    """
+    """A context in which compiled functions run in Python. One of which there is no Python code runs as it is, or its call raises
+    `UnreadableTensor` if ``all_of_them`` are to."""
     compiled = torch.jit.ScriptFunction.__call__
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -403,12 +394,6 @@ def _held(value: Any, changeable: bool = False) -> Iterator[Any]:
         yield MISSING if plain or unseen else id(value)
 
 
-def _have_attributes(result: Any) -> bool:
-    """Whether code has set attributes of tensors in what it gives."""
-    leaves = tree_leaves(result)
-    return any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and vars(leaf) for leaf in leaves)
-
-
 @contextmanager
 def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[None]:
     original = nn.Module.__call__
@@ -431,8 +416,10 @@ def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[Non
                     recorder.told.leave(recorder.scopes.pop())
             with DisableTorchFunction():
                 stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
-                is_read = isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
-                output = recorder.lift(result) if stays and is_read else None
+                computed = (leaf for leaf in tree_leaves(result) if not isinstance(leaf, nn.Parameter))
+                is_told = any(isinstance(leaf, torch.Tensor) and vars(leaf) for leaf in computed)  # attributes
+                is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not is_told
+                output = recorder.lift(result) if is_read else None
         recorder.calls.append(ModuleCall(path, *place, lifted_args, lifted_kwargs, output))
         return result
 

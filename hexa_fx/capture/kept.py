@@ -26,7 +26,6 @@ from hexa_fx.capture.read_edges import ReadEdges
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
-from hexa_fx.contexts import attributes_set
 from hexa_fx.ir import ContainerItem, Destination, ModuleAttribute, ObjectAttribute, SourceLocation
 from hexa_fx.isolation.contents import contents, is_as, put_back, same, taken
 from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
@@ -63,12 +62,10 @@ class StoredValue:
 
 @dataclass
 class Settings:
-    """Of every attribute that the run sets, by the module's id and name.
-
-    ``running``: paths of the modules whose code runs, the innermost last.
-    """
+    """Of every attribute that the run sets, by the module's id and name."""
 
     running: list[str]
+    """Paths of the modules whose code runs, the innermost last."""
     scopes: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     """Paths of the modules whose code set it."""
     locations: dict[tuple[int, str], SourceLocation | None] = field(default_factory=dict)
@@ -88,22 +85,6 @@ class Settings:
         if (id(holder), name) not in self.locations:
             self.locations[id(holder), name] = user_location()
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """A context in which attributes that are set on modules are noted."""
-        unnoted = nn.Module.__setattr__
-
-        def noting(module: nn.Module, name: str, value: Any) -> None:
-            unnoted(module, name, value)
-            self.note(module, name)
-
-        with attributes_set(nn.Module, __setattr__=noting):
-            yield
-
-
-def _changed(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
-
 
 def stored_values(
     block: nn.Module,
@@ -112,27 +93,19 @@ def stored_values(
     recorder: Recorder,
     hold: Callable[[Any, str, Any, frozenset[str]], None],
 ) -> Iterator[StoredValue]:
-    """Attributes and buffers that are not what they were at ``snapshot``, or were set to a literal.
-
-    Args:
-        hold: is told of those that were set to another plain value that they had: a condition, as the rewritten block sets none.
-    """
+    """Attributes and buffers that are not what they were at ``snapshot``, or were set to a literal. ``hold`` is told of those that
+    were set to another plain value that they had: a condition, as the rewritten block sets none."""
     for path, module in named_modules(block):
-        before = snapshot.attributes(module)
-        changed = _changed(module, before)
-        again = [
-            name for name in settings.names(id(module)) if name in module.__dict__.keys() - {*changed, *MODULE_STATE}
-        ]
+        own, before = module.__dict__, snapshot.attributes(module)
+        changed = [name for name, value in own.items() if name not in before or value is not before[name]]
+        again = [name for name in settings.names(id(module)) if name in own.keys() - {*changed, *MODULE_STATE}]
         for name in again:
-            if is_kept_constant(module.__dict__[name], before[name]):
+            if is_kept_constant(own[name], before[name]):
                 hold(module, name, before[name], frozenset(settings.scopes[id(module), name]))
-        now = {name: module.__dict__[name] for name in (*changed, *(n for n in again if _is_literal(before[n])))}
-        buffers = (
-            module._buffers
-        )  # in whose place other tensors may be, as after ``self.usage = 0.9 * self.usage + used``
-        now |= {
-            name: buffers[name] for name, old in snapshot.buffers(module).items() if buffers.get(name, old) is not old
-        }
+        now = {name: own[name] for name in (*changed, *(n for n in again if _is_literal(before[n])))}
+        # buffers in whose place other tensors are, as after ``self.usage = 0.9 * self.usage + used``
+        buffers, held = module._buffers, snapshot.buffers(module)
+        now |= {name: buffers[name] for name in held if name in buffers and buffers[name] is not held[name]}
         for name, value in now.items():
             if recorder.asked.get(inside(path, name), MISSING) is value:  # the number that it was asked for
                 continue
@@ -221,11 +194,8 @@ class Kept:
         self._count = 0
 
     def meet(self, holder: Any, value: Any, own: bool, outside: bool) -> None:
-        """Saves what ``value``, found in ``holder``, contains, unless the run itself put it there (``own``).
-
-        Args:
-            outside: whether it is a module that is not one of the block's.
-        """
+        """Saves what ``value``, found in ``holder``, contains, unless the run itself put it there (``own``). ``outside``: whether
+        it is a module that is not one of the block's."""
         if own or id(holder) in self._made:
             self._made.add(id(value))
         elif (outside or is_object(value)) and not isinstance(value, (tuple, frozenset)) and id(value) not in self._met:
@@ -234,12 +204,13 @@ class Kept:
                 self._met[id(value)] = _Met(value, found, found)
 
     def noting(self, cls: type) -> Callable[..., None]:
-        """A ``__setattr__`` for a class that notes what is set in an object."""
+        """A ``__setattr__`` for a class that notes what is set in a module or an object that was met."""
         plain_set: Callable[..., None] = cls.__setattr__
 
         def __setattr__(holder: Any, name: str, value: Any) -> None:
             plain_set(holder, name, value)
-            if id(holder) in self._met and name in dict(contents(holder)):  # else a property took it
+            is_met = id(holder) in self._met and name in dict(contents(holder))  # else a property took it
+            if is_met or isinstance(holder, nn.Module):
                 self.note(holder, name)
 
         return __setattr__
@@ -276,7 +247,8 @@ class Kept:
         ways = edges.ways({id(met.value) for met in filled})
         found: list[tuple[int, StoredValue]] = []
         for met in kept:  # code that adds to it in other calls alone, as in train mode, asks for nothing of it either
-            if not met.added and _is_added_to(met.value, edges, ran):
+            came = [edge for edge in edges if edge.value is met.value and edge.scopes] if not met.added else []
+            if came and all(ran.only_adds(scope, str(edge.key)) for edge in came for scope in edge.scopes):
                 edges.forget(met.value)
         for met in filled:
             if id(met.value) not in ways or not any(of_the_run(value) for *_, value in met.added):
@@ -285,7 +257,7 @@ class Kept:
             for place, scope, key, value in met.added:
                 found.append((place, _put(ContainerItem(container, key), value, scope, recorder)))
             said = f"reads {container}, where earlier calls may have left other things"
-            for scope in edges.readers(met.value):
+            for scope in set().union(*(edge.scopes for edge in edges if edge.value is met.value and not edge.own)):
                 if not ran.only_adds(scope, str(container.steps[-1])):
                     otherwise = StoredValue(ContainerItem(container), UNKNOWN, frozenset({scope}), problem=said)
                     found.append((self._count, otherwise))
@@ -324,12 +296,6 @@ class Kept:
             if (found and not found[0].is_global) or any(map(of_the_run, new)):
                 label = str(found[0]) if found else f"a {type(met.value).__name__}"
                 yield ChangedInPlace(label, frozenset(met.changed))
-
-
-def _is_added_to(value: Any, edges: ReadEdges, ran: RanCode) -> bool:
-    """Whether code came to a collection, and does nothing with it but add to it."""
-    came = [edge for edge in edges if edge.value is value and edge.scopes]
-    return bool(came) and all(ran.only_adds(scope, str(edge.key)) for edge in came for scope in edge.scopes)
 
 
 def _put(place: ContainerItem, value: Any, scope: str, recorder: Recorder) -> StoredValue:

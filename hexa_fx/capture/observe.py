@@ -92,7 +92,6 @@ class ModelRun(TorchFunctionMode):
     """The mode that notes what is selected, and by hooks which modules run and what they are given.
 
     Args:
-        model: which will run.
         wanted: paths of modules of which the first call is to be noted.
         most_tokens: about as many at most are noted of what a module is given.
     """
@@ -356,7 +355,12 @@ def _candidates(suspects: set[str], run: ModelRun) -> list[Candidate]:
         if around:
             found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS]), around=tuple(around[:_AROUND])))
     innermost = {path: c for path, c in found.items() if not any(is_inside(other, path) for other in found)}
-    return [_alone(path, candidate, innermost) for path, candidate in innermost.items()]
+    candidates = []
+    for path, candidate in innermost.items():  # without the levels that contain another one
+        others = [other for other in innermost if other != path]
+        levels = (o for o in candidate.levels if not any(is_inside(other, o.path) for other in others))
+        candidates.append(Candidate(tuple(levels), around=candidate.around))
+    return candidates
 
 
 def _halves(model: nn.Module, suspects: set[str], selecting: set[str]) -> set[str]:
@@ -369,12 +373,6 @@ def _halves(model: nn.Module, suspects: set[str], selecting: set[str]) -> set[st
     halves = {path for path, owner in zip(lone, owners) if owners.count(owner) > 1 and owner in suspects | selecting}
     wide = [path for path in suspects if any(p.dim() > 3 for p in model.get_submodule(path).parameters(recurse=False))]
     return halves | {p for p, owner in zip(lone, owners) if p in selecting and any(is_inside(w, owner) for w in wide)}
-
-
-def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:
-    """The candidate without the levels that contain another candidate."""
-    levels = [o for o in candidate.levels if not any(other != path and is_inside(other, o.path) for other in others)]
-    return Candidate(tuple(levels), around=candidate.around)
 
 
 def _is_list_of_layers(path: str, run: ModelRun) -> bool:

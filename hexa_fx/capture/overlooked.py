@@ -82,10 +82,8 @@ def owners_of_shared(model: nn.Module, suspects: Iterable[str]) -> set[str]:
 
 
 def in_plain_lists(model: nn.Module, selecting: Iterable[str] | None = None) -> dict[str, str]:
-    """Reasons by the modules that choose by index, by themselves or by a child, and hold modules of one kind in a list or dict.
-
-    ``selecting``: modules whose code chooses; None for all.
-    """
+    """Reasons by the modules that hold modules of one kind in a list or dict, and choose by index, by themselves or by a child: are
+    or hold one of those that are ``selecting``, unless that is None."""
     found: dict[str, str] = {}
     known = set(map(id, model.modules()))
     choose = None if selecting is None else {path for each in selecting for path in (each, each.rpartition(".")[0])}

@@ -46,7 +46,6 @@ _CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": AT
 """What is done to a tensor, and no condition."""
 
 
-_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ torch.utils hexa_fx. inspect".split())
 _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
@@ -98,7 +97,7 @@ class PythonReads:
                 if is_users(base.__module__) and getattr(vars(base).get("forward"), "__closure__", None):
                     self.read(vars(base)["forward"], "__closure__", "")
         try:
-            with self.ran.noted(), self.settings.noted():
+            with self.ran.noted():
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
                     self.read(self._block, "forward", "")
                 yield
@@ -168,13 +167,12 @@ class PythonReads:
 
     def _patch(self, cls: type) -> None:
         """Makes a class note reads; an object whose class cannot counts as read as a whole."""
-        if not self._running or cls in self._patched or cls.__flags__ & _IMMUTABLE or not cls.__flags__ & (1 << 9):
+        of_python = cls.__flags__ & 0x300 == 0x200  # Py_TPFLAGS_HEAPTYPE without Py_TPFLAGS_IMMUTABLETYPE
+        if not self._running or cls in self._patched or not of_python:
             return
         noting = self._noting(cls.__getattribute__)
         noting.noting = getattr_of(cls)  # type: ignore[attr-defined]
-        methods: dict[str, Any] = {"__getattribute__": noting}
-        if not issubclass(cls, nn.Module):
-            methods["__setattr__"] = self.objects.noting(cls)
+        methods = {"__getattribute__": noting, "__setattr__": self.objects.noting(cls)}
         self._patched[cls] = {name: vars(cls).get(name) for name in methods}
         for name, method in methods.items():
             type.__setattr__(cls, name, method)
@@ -277,7 +275,8 @@ class PythonReads:
 
     def _note_done(self, tensor: Any, attribute: str) -> None:
         """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
-        if attribute == "data" or (attribute.startswith("requires_grad") and not self.edges.is_held(tensor)):
+        was_there = any(edge.value is tensor and not edge.own for edge in self.edges)
+        if attribute == "data" or (attribute.startswith("requires_grad") and not was_there):
             return  # the recorder tells of the first by another name, or as of a write, and records the second
         self.ran.hidden[self._scope] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
 
@@ -304,7 +303,7 @@ class PythonReads:
     def _anchor(self) -> None:
         """Notes what classes gave without being asked by way of an object, and attributes of tensors that code names."""
         for module in modules_of(self._block):
-            called = self.edges.get(module, "forward")
+            called = self.edges.of(module).get("forward")
             for scope in called.scopes if called and is_users(type(module).__module__) else ():
                 self.read(type(module), "__call__", scope)
         bases = dict.fromkeys(base for cls in self._classes for base in cls.__mro__ if is_users(base.__module__))

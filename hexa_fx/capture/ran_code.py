@@ -104,12 +104,8 @@ _OF_FRAMES = frozenset({"sys", "inspect", "traceback"})
 
 
 class RanCode:
-    """Code of the user's that ran, by the modules whose code called it.
-
-    Args:
-        read: notes that a key of an object is read, and returns the value.
-        scopes: paths of the modules whose code runs, the innermost last.
-    """
+    """Code of the user's that ran, by the modules whose code called it. ``read`` notes that a key of an object is read, and returns
+    the value; ``scopes`` are paths of the modules whose code runs, the innermost last."""
 
     def __init__(self, read: Callable[..., Any], scopes: list[str]) -> None:
         self._read, self._scopes = read, scopes

@@ -59,18 +59,6 @@ class ReadEdges:
         """What was read of an object, by name or place; more can be added."""
         return self._of.setdefault(id(holder), {})
 
-    def get(self, holder: Any, key: Any) -> Edge | None:
-        """The read of ``key`` of an object, if there was one."""
-        return self._of.get(id(holder), {}).get(key)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that were read, which are neither parameters nor buffers."""
-        return (edge.value for edge in self if isinstance(edge.value, torch.Tensor))
-
-    def is_held(self, value: Any) -> bool:
-        """Whether ``value`` was read, and the run itself had not put it there."""
-        return any(edge.value is value and not edge.own for edge in self)
-
     def hold(self, holder: Any, name: str, value: Any, scopes: frozenset[str]) -> None:
         """Notes an attribute as read before it was set, so that ``value`` lying there is a condition."""
         edge = self.of(holder).setdefault(name, Edge(holder, name, value, value))
@@ -78,10 +66,6 @@ class ReadEdges:
             edge.value = edge.noted = value
             edge.own = False
         edge.scopes |= scopes
-
-    def readers(self, value: Any) -> frozenset[str]:
-        """Paths of the modules whose code came to ``value``."""
-        return frozenset().union(*(edge.scopes for edge in self if edge.value is value and not edge.own))
 
     def forget(self, value: Any) -> None:
         """Takes back that ``value`` was read, and what it held."""

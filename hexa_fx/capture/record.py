@@ -67,14 +67,14 @@ AS_IT_IS = Replacements()
 def replaced_parameters(
     parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """A context that yields the new values by name. Parameters keep their identity, and get their own memory back at the end.
-
-    ``given``: values of others, buffers too, by name.
-    """
+    """A context that yields the new values by name, of parameters of equal elements and of what is ``given``, buffers too. Each
+    keeps its identity, and gets its own memory back at the end."""
     generator = torch.Generator().manual_seed(2)
     chosen = {id(parameters[name]): value for name, value in given.items()}
     alike = of_one_number(p for p in parameters.values() if type(p) is nn.Parameter and not p.is_meta)
-    plain = {id(p): p for p in parameters.values() if id(p) in chosen or (id(p) in alike and _hides(p))}
+    # a single number other than 0 and 1 has an effect
+    hide = {id(p) for p in parameters.values() if id(p) in alike and (p.numel() > 1 or float(p.detach()) in (0.0, 1.0))}
+    plain = {id(p): p for p in parameters.values() if id(p) in chosen or id(p) in hide}
     before = {key: parameter.data for key, parameter in plain.items()}
     try:
         for key, parameter in plain.items():
@@ -98,11 +98,6 @@ def decided_alone(block: nn.Module, graph: torch.fx.Graph, names: Collection[str
         if not any(node.op == "placeholder" for node in behind):
             found |= {str(node.target) for node in behind if node.op == "get_attr"}
     return {name: block.get_parameter(name).detach() for name in sorted(found.intersection(names))}
-
-
-def _hides(value: torch.Tensor) -> bool:
-    """Whether one that is of one number may have no effect: a single number other than 0 and 1 has one."""
-    return value.numel() > 1 or float(value.detach().flatten()[0]) in (0.0, 1.0)
 
 
 _CONDITIONS: tuple[tuple[bool, frozenset[type]], ...] = (
@@ -137,8 +132,10 @@ def capture(
             found = _capture(block, args, kwargs, path, replacements, gradients, *conditions)
             break
         except Exception as error:
-            if is_out_of_memory(error) or conditions == _CONDITIONS[-1]:
+            if is_out_of_memory(error) or (isinstance(error, CaptureError) and conditions == _CONDITIONS[-1]):
                 raise
+            if conditions == _CONDITIONS[-1]:
+                raise CaptureError(why_not_recorded(error), path=path or type(block).__name__) from error
     if own := decided_alone(block, found.graph, found.replaced.keys() - replacements.held.keys()):
         return capture(
             block, args, kwargs, path, analysis_bytes, replace(replacements, held=own | {**replacements.held})
@@ -156,11 +153,11 @@ def _capture(
     as_it_is: bool,
     kept: Collection[type],
 ) -> CapturedBlock:
-    bound = _bind_arguments(block, args, kwargs)
-    with (
-        _as_capture_error(path or type(block).__name__),
-        _trial(block, replacements, as_it_is, gradients and not as_it_is) as (reads, snapshot, replaced),
-    ):
+    try:
+        bound = inspect.signature(block.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise CaptureError(str(error), path=type(block).__name__) from error
+    with _trial(block, replacements, as_it_is, gradients and not as_it_is) as (reads, snapshot, replaced):
         recorder = reads.recorder
         with reads.noted():
             _ask_for_numbers(block, recorder, replacements.numbers)
@@ -168,13 +165,11 @@ def _capture(
         reads.leave("")
         dtypes = {name: tensor.dtype for name, tensor in tensors_by_name(block).items()}
         output = recorder.lift_result(result)
-        # lists and dicts, then attributes of modules and objects: an attribute may be the list itself
-        stored = (
-            *reads.objects.added(reads.edges, reads.ran, recorder),
-            *stored_values(block, snapshot, reads.settings, recorder, reads.edges.hold),
-            *reads.objects.stored(reads.edges, reads.settings, recorder),
-        )
-        kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
+        of_modules = [*stored_values(block, snapshot, reads.settings, recorder, reads.edges.hold)]
+        of_objects = [*reads.objects.stored(reads.edges, reads.settings, recorder)]
+        # what was put into lists and dicts first: an attribute may be the list itself
+        stored = (*reads.objects.added(reads.edges, reads.ran, recorder), *of_modules, *of_objects)
+        kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *(id(edge.value) for edge in reads.edges)}
         changed = [*reads.objects.changed(reads.edges)]
         changed += [ChangedInPlace(holder.label, frozenset({""})) for holder, _ in given.changed()]
     results = [item.value for item in stored if item.value is not UNKNOWN]
@@ -241,24 +236,6 @@ def _trial(
 def _met_among(tensors: set[int], recorder: Recorder) -> frozenset[str]:
     """Names of the constants that were read from these tensors, by id."""
     return frozenset(name for name, tensor in recorder.met.items() if id(tensor) in tensors)
-
-
-@contextmanager
-def _as_capture_error(path: str) -> Iterator[None]:
-    """A context whose errors are said of the block at ``path``, but for want of memory."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, CaptureError) or is_out_of_memory(error):
-            raise
-        raise CaptureError(why_not_recorded(error), path=path) from error
-
-
-def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    try:
-        return inspect.signature(block.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise CaptureError(str(error), path=type(block).__name__) from error
 
 
 def _ask_for_numbers(block: nn.Module, recorder: Recorder, names: Collection[str]) -> None:

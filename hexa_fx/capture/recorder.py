@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture import functional
@@ -91,9 +92,8 @@ class Recorder(TorchFunctionMode):
         self._memory_numbers: dict[int, int] = {}
         self._cast_on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
-        self._pieces: dict[
-            int, tuple[Any, torch.fx.Node]
-        ] = {}  # lists and tuples that calls gave, by id, and their nodes
+        # lists and tuples that calls gave, by id, and their nodes
+        self._pieces: dict[int, tuple[Any, torch.fx.Node]] = {}
         self.met: dict[str, torch.Tensor] = {}  # for every constant, the tensor it was read from
         self.asked: dict[str, Any] = {}  # what stands for numbers that every call asks modules for, by dotted name
 
@@ -172,20 +172,12 @@ class Recorder(TorchFunctionMode):
     @untold
     def lift(self, value: Any) -> Any:
         """``value`` with tensors and symbolic numbers replaced by their nodes."""
+        return map_aggregate(value, self._lift_leaf)
+
+    def _lift_leaf(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._node_for(value)
-        if isinstance(value, SYMBOLIC):
-            return value.node.argument()
-        if isinstance(value, slice):
-            return slice(self.lift(value.start), self.lift(value.stop), self.lift(value.step))
-        if isinstance(value, dict):
-            return {key: self.lift(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.lift(item) for item in value]
-        if isinstance(value, tuple):
-            items = map(self.lift, value)
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return as_constant(value)
+        return value.node.argument() if isinstance(value, SYMBOLIC) else as_constant(value)
 
     def lift_result(self, result: Any) -> Any:
         """As `lift`. A dataclass or a mapping of a class of its own becomes a node that calls its class, if that is all."""

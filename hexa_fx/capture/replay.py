@@ -330,7 +330,6 @@ def _is_product(node: torch.fx.Node) -> bool:
 
 
 def _through_float32(function: Any, args: Any, kwargs: Any) -> Any:
-    def lower(value: Any) -> Any:
-        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
-
-    return function(*[lower(item) for item in args], **{key: lower(item) for key, item in kwargs.items()}).double()
+    given = args, kwargs
+    args, kwargs = with_tensors(lambda value: value.float() if value.dtype == torch.float64 else value, given)
+    return function(*args, **kwargs).double()

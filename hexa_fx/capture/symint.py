@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +94,8 @@ class RecordedNumber:
 
         An index into a list, or a remainder, chooses what is done. What code makes of a size as a plain number goes unseen.
         """
-        subscript = _is_subscript(sys._getframe(2))
+        frame = sys._getframe(2)  # of the code that indexes or slices something, perhaps
+        subscript = _operations(frame.f_code).get(frame.f_lasti, "").startswith("BINARY_S")
         if self.node is not None and (self.node.target is operator.mod or subscript or is_of_sizes(self.node)):
             self.compare(subscript)
         else:
@@ -163,11 +164,6 @@ def is_of_sizes(node: torch.fx.Node) -> bool:
     return True
 
 
-def _is_subscript(frame: FrameType) -> bool:
-    """Whether the code indexes or slices something."""
-    return _operations(frame.f_code).get(frame.f_lasti, "").startswith("BINARY_S")
-
-
 @functools.lru_cache(maxsize=256)
 def _operations(code: CodeType) -> Mapping[int, str]:
     return {instruction.offset: instruction.opname for instruction in instructions_of(code)}
@@ -201,15 +197,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 
 
-def _arithmetic(function: Callable[..., Any]) -> Callable[..., RecordedNumber]:
-    def method(self: RecordedNumber, *others: RecordedNumber) -> RecordedNumber:
-        return self.apply(function, *others)
-
-    return method
-
-
 for _name, _function in _ARITHMETIC.items():
-    setattr(RecordedNumber, _name, _arithmetic(_function))
+    setattr(RecordedNumber, _name, functools.partialmethod(RecordedNumber.apply, _function))
 
 
 def wrap(value: float | bool, node: torch.fx.Node | None, recorder: NumberRecorder) -> Any:
@@ -229,10 +218,7 @@ class SymbolicSize(tuple[Any, ...]):
     """What ``tensor.shape`` returns during recording: a tuple, since `torch.Size` holds plain ints only."""
 
     def numel(self) -> Any:
-        total: Any = 1
-        for size in self:
-            total = total * size
-        return total
+        return math.prod(self)
 
     def __getitem__(self, index: Any) -> Any:
         item = tuple.__getitem__(self, index)

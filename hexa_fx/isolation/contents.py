@@ -51,12 +51,14 @@ class Contents:
 
     def changed(self) -> list[tuple[Holder, list[Any]]]:
         """Holders that contain something else now, and what is new in them."""
-        found = []
+        return [(holder, new) for holder, new, _, _ in self._changed()]
+
+    def _changed(self) -> Iterator[tuple[Holder, list[Any], tuple[Any, ...], tuple[Any, ...]]]:
         for holder, keys, values in self._before:
             if not same(holder.value, keys, values):
                 old = set(map(id, values))
-                found.append((holder, [value for _, value in contents(holder.value) if id(value) not in old]))
-        return found
+                new = [value for _, value in contents(holder.value) if id(value) not in old]
+                yield holder, new, keys, values
 
     def items(self) -> Iterator[Any]:
         """What the holders contained then."""
@@ -64,11 +66,9 @@ class Contents:
 
     def restore(self, wanted: Callable[[list[Any]], bool] = lambda new: True) -> None:
         """Puts back what is not as it was, if what is new in it is to go."""
-        changed = self.changed()
-        before = {id(holder): (keys, values) for holder, keys, values in self._before if changed}
-        for holder, new in changed:
+        for holder, new, keys, values in [*self._changed()]:
             if wanted(new):
-                put_back(holder.value, list(zip(*before[id(holder)])))
+                put_back(holder.value, list(zip(keys, values)))
 
 
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:
@@ -230,7 +230,6 @@ def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
 
 _LISTS = (list, dict, set, deque)
 _EMPTY = types.CellType()
-_COUNTING = (nn.Module, types.FunctionType, types.CellType, type)
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 
 
@@ -239,22 +238,28 @@ class Sandbox:
     that their hooks keep and count in.
 
     What runs put into globals is taken out if it holds tensors of theirs; caches and counters there stay, as after any call.
-
-    Args:
-        root: of the modules that will run.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        held, hooks = [*held_by_modules(root)], [*_hooks_of(root)]
-        parts = {id(part): part for hook in hooks for part in _parts_of(hook)}
-        cells = (cell for hook in hooks for cell in _cells_of(hook))
-        self._numbers = [*_numbers_of([*parts.values(), *cells])]
-        self._held = Contents([*held, *_kept_by(parts.values()), *_of_outside_modules(root, held)])
-        self._global = Contents(_behind_names(_all_namespaces(root, hooks)))
+        held = [*held_by_modules(root)]
+        registries = (getattr(module, name, None) or {} for module in modules_of(root) for name in _HOOKS)
+        hooks = [hook for registry in registries for hook in registry.values()]
+        parts = [*{id(part): part for hook in hooks for part in _parts_of(hook)}.values()]
+        modules = [*{id(m): m for part in parts if isinstance(part, nn.Module) for m in modules_of(part)}.values()]
+        functions = [part for part in parts if isinstance(part, types.FunctionType)]
+        objects, classes = [*filter(is_object, parts)], [part for part in parts if isinstance(part, type)]
+        counting = [*modules, *functions, *classes, *chain.from_iterable(map(_cells_of, hooks))]
+        self._numbers = [(each, _plain_in(each)) for each in counting]
+        inside = (item for each in (*modules, *objects) for item in contents(each) if item[0] not in MODULE_STATE)
+        lists = [inner for _, inner in inside if type(inner) in _LISTS]
+        of_hooks = (Holder("a hook", value) for value in (*objects, *lists))
+        self._held = Contents([*held, *of_hooks, *_of_outside_modules(root, held)])
+        users = [f.__globals__ for f in functions if is_users(module_name(f.__globals__))]
+        self._global = Contents(_behind_names({id(each): each for each in (*namespaces_of(root), *users)}.values()))
 
     def restore(self) -> None:
         """Puts everything back."""
-        self._global.restore(_has_results)
+        self._global.restore(lambda new: any(map(_is_result, new)))
         self._held.restore()
         for holder, before in self._numbers:
             now = _plain_in(holder)
@@ -275,41 +280,6 @@ def namespaces_of(root: nn.Module) -> list[dict[str, Any]]:
             if namespace is not None and module_name(namespace).split(".")[0] not in ("torch", "builtins"):
                 found[id(namespace)] = namespace
     return list(found.values())
-
-
-def _hooks_of(root: nn.Module) -> Iterator[Any]:
-    """Functions, or objects that are called, that modules have as hooks."""
-    for module in modules_of(root):
-        for name in _HOOKS:
-            yield from getattr(module, name).values() if getattr(module, name, None) else ()
-
-
-def _all_namespaces(root: nn.Module, hooks: Iterable[Any]) -> list[dict[str, Any]]:
-    functions = [value for hook in hooks for value in _parts_of(hook)]
-    of_hooks = [function.__globals__ for function in functions if isinstance(function, types.FunctionType)]
-    users = [namespace for namespace in of_hooks if is_users(module_name(namespace))]
-    return list({id(namespace): namespace for namespace in (*namespaces_of(root), *users)}.values())
-
-
-def _kept_by(parts: Iterable[Any]) -> Iterator[Holder]:
-    """Hooks that are objects, those that they are methods of, what is in their closures, given to them and behind their global
-    names, and the lists and dicts in these and in modules."""
-    for value in parts:
-        if value is not None and is_object(value):
-            yield Holder("a hook", value)
-        for holder in modules_of(value) if isinstance(value, nn.Module) else [value] if is_object(value) else ():
-            inside = ((key, inner) for key, inner in contents(holder) if type(inner) in _LISTS)
-            yield from (Holder("a hook", inner) for key, inner in inside if key not in MODULE_STATE)
-
-
-def _numbers_of(parts: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Modules, functions, classes and variables that hooks go by, and the numbers and tensors there, with which they may count."""
-    found: dict[int, Any] = {}
-    for holder in parts:
-        if id(holder) not in found:
-            inside = modules_of(holder) if isinstance(holder, nn.Module) else [holder]
-            found |= {id(each): each for each in inside if isinstance(each, _COUNTING)}
-    return ((holder, _plain_in(holder)) for holder in found.values())
 
 
 def _cells_of(hook: Any) -> Sequence[types.CellType]:
@@ -367,10 +337,6 @@ def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Hol
                 yield from (
                     Holder(f"{holder.label}.{key}.{name}", inner) for name, inner in lists if type(inner) in _LISTS
                 )
-
-
-def _has_results(new: list[Any]) -> bool:
-    return any(map(_is_result, new))
 
 
 def _is_result(value: Any) -> bool:

@@ -89,17 +89,27 @@ def at(root: Any, path: str) -> Any:
 
 
 def number_at(root: nn.Module, path: str) -> Any:
-    """The number that a module keeps as an attribute, by dotted name; None if there is none."""
-    above, _, name = path.rpartition(".")
-    holder = at(root, above) if above else root
-    number = vars(holder).get(name) if isinstance(holder, nn.Module) else None
+    """The number that a module or a plain object holds itself at a dotted path; None if there is none that may be set."""
+    holder, name = _holder_of(root, path)
+    number = getattr_plain(holder).get(name) if isinstance(holder, nn.Module) or is_object(holder) else None
     return number if type(number) in (int, float) else None
 
 
 def put_number(root: nn.Module, path: str, number: Any) -> None:
-    """Has what `number_at` finds be another one, or what stands for one."""
-    above, _, name = path.rpartition(".")
-    setattr(root.get_submodule(above), name, number)
+    """Has what `number_at` finds be another one, or what stands for one; classes of plain objects are not asked."""
+    holder, name = _holder_of(root, path)
+    if isinstance(holder, nn.Module):
+        setattr(holder, name, number)
+    else:
+        getattr_plain(holder)[name] = number
+
+
+def _holder_of(root: nn.Module, path: str) -> tuple[Any, str]:
+    *steps, name = path.split(".")
+    holder: Any = root
+    for key in steps:
+        holder = step(holder, key) if isinstance(holder, nn.Module) else getattr_plain(holder).get(key, MISSING)
+    return holder, name
 
 
 def items(holder: Any) -> dict[Any, Any]:

@@ -30,9 +30,6 @@ class ModuleSnapshot:
     Values are saved of buffers, and of attributes that are tensors like them; not of parameters.
     Parameters, buffers and modules that a run registers under a new name stay: a first call registers them in any
     case, and a block is analysed as it is from then on.
-
-    Args:
-        root: of the tree.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -203,24 +200,19 @@ class ModuleState:
         self._tensors_before = {id(value) for value in self._snapshot.values() if type(value) in kinds}
         self._tensors_before |= {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
         self._registered = named_tensors(module, "_parameters"), named_tensors(module, "_buffers")
-        self._parameters = self._registered[0]
-        self._changed = {f"parameter {name}": self._parameters[name] for name in changed}
+        self.parameters = self._registered[0]  # as of `restore`
+        self._changed = {f"parameter {name}": self.parameters[name] for name in changed}
         self._saved = [(p, p.data, p.data.clone()) for p in map(stored, self._changed.values())]
 
     def restore(self) -> None:
         """Puts the saved values back, into the same buffers, lists, dicts and objects."""
         as_it_was = self._snapshot.restore()  # else what a run registered anew stays
-        self._parameters = self._registered[0] if as_it_was else named_tensors(self._module, "_parameters")
+        self.parameters = self._registered[0] if as_it_was else named_tensors(self._module, "_parameters")
         self._contents.restore()
         for parameter, data, value in self._saved:
             if parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
             data.copy_(value)
-
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """The tree's parameters by name, as of `restore`."""
-        return self._parameters
 
     def now(self) -> KeptState:
         """What the tree keeps now, beside what it kept before."""
@@ -243,22 +235,16 @@ class ModuleState:
                 continue
             before = self._snapshot.attributes(child)
             for name, value in child.__dict__.items():
-                if isinstance(value, torch.Tensor) or not is_as(value, before.get(name, MISSING)):
-                    yield from _plain_attribute(path, name, value)
+                # such as the last auxiliary loss, also inside others
+                changed_now = isinstance(value, torch.Tensor) or not is_as(value, before.get(name, MISSING))
+                if changed_now and value is not None and name != "training":
+                    yield from ((path, label, item) for label, item in _leaves(name, value))
             for name in before if id(child) in changed else ():
                 if isinstance(before[name], _PLAIN) and not isinstance(child.__dict__.get(name), _PLAIN):
                     yield path, f"{name}, which is gone", True
         found = [*self._shared, *(holder for holder, _ in self._contents.changed())]
         for holder in {id(holder.value): holder for holder in found}.values():
             yield from (("", label, item) for label, item in _plain_contents(holder.label, holder.value))
-
-
-def _plain_attribute(path: str, name: str, value: Any) -> Iterable[tuple[str, str, Any]]:
-    """Tensors, numbers and strings that a module keeps besides its buffers, such as its last auxiliary loss; also inside others."""
-    if isinstance(value, _PLAIN) and name != "training":
-        yield path, name, value
-    elif type(value) in (list, tuple, dict, torch.Size):
-        yield from ((path, label, item) for label, item in _plain_contents(name, value))
 
 
 def _plain_contents(label: str, holder: Any) -> Iterable[tuple[str, Any]]:

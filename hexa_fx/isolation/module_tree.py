@@ -65,11 +65,8 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def named_tensors(root: nn.Module, registry: str, every: bool = False) -> dict[str, torch.Tensor]:
-    """What ``root.named_parameters()`` gives, or `named_buffers`: every tensor once, with its first name; or under ``every`` name.
-
-    Args:
-        registry: ``_parameters`` or ``_buffers``.
-    """
+    """What ``root.named_parameters()`` gives, or `named_buffers`, for a ``registry`` of ``_parameters`` or ``_buffers``: every
+    tensor once, with its first name; or under ``every`` name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, module in named_modules(root, every):

@@ -88,8 +88,7 @@ def observe(
         inputs: (args, kwargs); floating tensors among them get gradients, but for those that are to want none.
         slices: the active mode that makes leaves of parts of parameters, if there is one.
 
-    Raises:
-        Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
+    It raises whatever ``call`` raises. An error of backward alone is recorded in the outcome.
     """
     leaves, spec = pytree.tree_flatten(inputs)
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -129,12 +128,12 @@ def observe(
 
 def unfolded(result: Any) -> Any:
     """A result with dataclasses and mappings as their classes and all that they hold."""
-    return pytree.tree_map(_opened, result, is_leaf=lambda value: held_in(value) is not None)
 
+    def opened(leaf: Any) -> Any:
+        held = held_in(leaf)
+        return leaf if held is None else (type(leaf), [(name, unfolded(value)) for name, value in held])
 
-def _opened(leaf: Any) -> Any:
-    held = held_in(leaf)
-    return leaf if held is None else (type(leaf), [(name, unfolded(value)) for name, value in held])
+    return pytree.tree_map(opened, result, is_leaf=lambda value: held_in(value) is not None)
 
 
 @autocast_off()

@@ -52,8 +52,7 @@ CONSTANT = (
 _NAMESPACES = (types.SimpleNamespace, threading.local)
 _COPIED = (list, tuple, set, frozenset, dict, deque, bytearray)
 _LONGEST = 4096
-_OWN_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+_OWN_CLASS, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
 CACHED = type(functools.lru_cache(lambda: None))
 _SEEN_INTO = (types.MethodType, types.CellType, functools.partial, staticmethod, classmethod, CACHED)
 

@@ -11,14 +11,14 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.isolation.lookup import getattr_plain, is_collection, is_object
+from hexa_fx.isolation.lookup import getattr_plain, is_collection, is_object, step
 from hexa_fx.isolation.module_tree import named_modules, referenced
 
 _OWN_DICTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
@@ -114,6 +114,21 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
     return found
 
 
+def put_apart(shadow: nn.Module, numbers: Iterable[str]) -> None:
+    """Gives a shadow copies of the user's objects that hold these numbers, by dotted name: an analysis puts others there."""
+    copies: dict[int, Any] = {}
+    for steps in (name.split(".")[:-1] for name in numbers):
+        holder: Any = shadow
+        for key in steps:
+            value = step(holder, key)
+            if not isinstance(value, nn.Module):
+                value = vars(holder)[key] = copies.setdefault(id(value), copy.copy(value))
+                copies[id(value)] = value
+            holder = value
+    for own in map(vars, shadow.modules() if copies else ()):
+        own.update((key, copies[id(value)]) for key, value in [*own.items()] if id(value) in copies)
+
+
 def _beside(tensor: Tensor) -> Tensor:
     """A small tensor's copy; a large one itself."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.numel() * tensor.element_size() > _COPIED_BYTES:
@@ -125,12 +140,8 @@ def _beside(tensor: Tensor) -> Tensor:
 
 
 def rebound(value: Any, shadows: dict[int, Any]) -> Any:
-    """An attribute of a shadow: modules of the tree, in lists, in functions and as what methods are bound to, are their shadows.
-
-    Args:
-        value: what the module holds.
-        shadows: what stands for modules of the tree, by their ids.
-    """
+    """An attribute of a shadow: modules of the tree, in lists, in functions and as what methods are bound to, are their
+    ``shadows``, by id."""
     if isinstance(value, nn.Module):
         return shadows.get(id(value), value)
     if type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):

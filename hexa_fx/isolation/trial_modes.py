@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -46,9 +47,7 @@ class Bounded(TorchFunctionMode):
         super().__init__()
         self._calls = 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
         end_after(self._calls)
         return func(*args, **(kwargs or {}))
@@ -87,9 +86,7 @@ class InFloat64(TorchFunctionMode):
         super().__exit__(*error)
         self._limits.__exit__(*error)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         given = args, kwargs
         if kwargs or not _UPCAST.isdisjoint(map(type, args)):
@@ -113,14 +110,7 @@ def _is_of_no_tensors(*given: Any) -> bool:
 
 def upcast(value: Any) -> Any:
     """The arguments of a call, with lower floating dtypes replaced by float64."""
-    kind = type(value)
-    if kind is torch.dtype:
-        return torch.float64 if value in _LOWER else value
-    if isinstance(value, dict) and value:  # torch.fx has a class of its own
-        return {key: upcast(item) for key, item in value.items()}
-    if kind in (tuple, list) and not _UPCAST.isdisjoint(map(type, value)):
-        return kind([upcast(item) for item in value])
-    return value
+    return map_aggregate(value, lambda leaf: torch.float64 if type(leaf) is torch.dtype and leaf in _LOWER else leaf)
 
 
 def grouped_mm(
@@ -154,9 +144,7 @@ class RaisesOnHost(DispatchMode):
         RuntimeError: probabilities are none.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         check = _CHECKS.get(func.overloadpacket._qualified_op_name.removeprefix("aten::").strip("_"))
         if check is not None:
@@ -272,9 +260,7 @@ class WeightSlices(TorchFunctionMode):
         """The leaves that were made, in order of creation."""
         return [part for _, part in self._parts]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         weight = self._weights.get(id(args[0])) if args and getattr(func, "__name__", "") in _TAKES_A_PART else None
         if weight is None or not torch.is_grad_enabled() or peek_interpreter_stack() is not None:

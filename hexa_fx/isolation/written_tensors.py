@@ -80,12 +80,8 @@ def parameters_restored(
 
 
 def put_back(held: Iterable[tuple[Tensor, Tensor]], written: Container[int]) -> None:
-    """Gives tensors what they held before a run.
-
-    Args:
-        held: tensors that were there before, each with a copy.
-        written: where storages are that functions of torch wrote to. Small tensors may have been written to by numpy as well.
-    """
+    """Gives tensors the copies of what they ``held`` before a run. ``written``: where storages are that functions of torch wrote
+    to; small tensors may have been written to by numpy as well."""
     for tensor, value in held:
         if is_functorch_wrapped_tensor(tensor):  # of a transform that is over
             continue

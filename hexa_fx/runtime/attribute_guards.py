@@ -33,7 +33,7 @@ from hexa_fx.isolation.module_tree import (
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly, ReadMiss
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.resolution import Resolution, generates, is_another_number, still_the_same, submodule
+from hexa_fx.runtime.resolution import Resolution, generates, is_another_number, lies_in, still_the_same, submodule
 
 HOOKS_OF_ALL = (
     torch_module._global_forward_hooks,
@@ -86,7 +86,7 @@ class AttributeGuards:
         self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
         shared = {name for names in self.other_names for name in names}  # the graph reads one of the names alone
         alone = (named_tensors(block, "_parameters", every=True).keys() & weights) - shared
-        self.reads = tuple(_merged(item for item in found if not _is_weight(item, alone)))
+        self.reads = tuple(_merged(r for r in found if r.value != IsA(torch.Tensor) or str(r) not in alone))
         seen_in_trace = (read for read in (*self.reads, *in_trace) if not (called and str(read) in called))
         self.in_trace = [checked for read in seen_in_trace for checked in _in_trace(block, read)]
         self.packed = frozenset(above for path in packed for above in [*with_ancestors(path)][1:])
@@ -118,7 +118,6 @@ class AttributeGuards:
     def see_through(self, bases: Mapping[int, nn.Module]) -> None:
         """Looks anew, and takes ``bases[id(module)]`` for a module."""
         self._bases = bases
-        self._found: Resolution | None = None
         self._is_same: Check | None = None
         self._missed: PythonRead | None = None
         # What holds before `generate` decodes, and while it does.
@@ -127,11 +126,7 @@ class AttributeGuards:
 
     def check(self) -> None:
         """Raises `GuardMiss` if anything changed. Not where a compiler traces."""
-        block, is_same, found = self._block(), self._is_same, self._found  # read once: other threads may check, too
-        if is_same is None and found is not None:
-            self._is_same = is_same = still_the_same(found, block)
-            self._sides = self._sides[0], is_same
-            self._found = None
+        block, is_same = self._block(), self._is_same  # read once: other threads may check, too
         if is_same is None or not is_same(block):
             other = self._on_other_side(block, is_same)
             if other is not None:
@@ -187,7 +182,7 @@ class AttributeGuards:
         assert block is not None
         if missed is not None and is_another_number(block, missed):
             raise ReadMiss(str(missed))
-        self._found, self._is_same, self._sides = None, None, (None, None)
+        self._is_same, self._sides = None, (None, None)
         names = frozenset(name for names in self.other_names for name in names)
         reads = (*self.forward, *self.reads)
         try:
@@ -202,27 +197,21 @@ class AttributeGuards:
             if self._bases.get(id(one), one) is not self._bases.get(id(other), other):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
         # Those in modules that are called are not among the reads.
-        found.dicts += _places(names - modules.keys(), modules)
+        for above, _, name in (path.rpartition(".") for path in names - modules.keys()):
+            held_in = (modules[above]._parameters, modules[above]._buffers) if above in modules else ()
+            found.checks += [lies_in(held, name, held[name]) for held in held_in if name in held]
         inner = [submodule(modules, path) for path in self.inner]
-        found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
+        found.checks += [lies_in(vars(m), HOOKS[0], getattr(m, HOOKS[0])) for m in inner]  # as in `paths`
         self._are_hooked = partial(any, [*HOOKS_OF_ALL, *(getattr(m, hooks) for m in inner for hooks in HOOKS)])
-        self._sides = before if found.switched else None, None
-        self._found = found  # last: other threads take it as it is
+        is_same = still_the_same(found)
+        self._sides = before if found.switched else None, is_same
+        self._is_same = is_same  # last: other threads take it as it is
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttributeGuards:
         """For a copy of the block, to which it is to be bound. What lies outside of it is the same for both, whatever its name."""
         made = object.__new__(AttributeGuards)
         made.__dict__.update(self.__dict__, own_forward=copy.deepcopy(self.own_forward, memo))
         return made
-
-
-def _places(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where the tensors at some paths lie, and what lies there."""
-    for path in paths:
-        above, _, name = path.rpartition(".")
-        for held in (modules[above]._parameters, modules[above]._buffers) if above in modules else ():
-            if name in held:
-                yield held, name, held[name]
 
 
 def _merged(reads: Iterable[PythonRead]) -> Iterator[PythonRead]:
@@ -235,10 +224,6 @@ def _merged(reads: Iterable[PythonRead]) -> Iterator[PythonRead]:
             yield read
     if bounds:
         yield PythonRead("", ("code",), Code(tuple(bounds.values())), True)
-
-
-def _is_weight(read: PythonRead, weights: Collection[str]) -> bool:
-    return read.value == IsA(torch.Tensor) and str(read) in weights
 
 
 def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch.dtype]:

@@ -98,12 +98,7 @@ def _leaf_in_next(leaf: Any, dtypes: Iterator[torch.dtype]) -> Any:
 
 
 class WithoutAutocast:
-    """A call with autocast off, as a target of a graph.
-
-    Args:
-        target: a function, or the name of a method.
-        device: the kind of device.
-    """
+    """A call of a function, or of a method by its name, with autocast off for a kind of device, as a target of a graph."""
 
     def __init__(self, target: Callable[..., Any] | str, device: str) -> None:
         self.target, self.device = target, device

@@ -3,7 +3,6 @@ analyse while it runs, or one that was analysed and is left to the block's own c
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.module_tree import referenced
 from hexa_fx.isolation.purity import is_users
 from hexa_fx.isolation.read_values import Unreadable
-from hexa_fx.runtime.attribute_guards import HOOKS_OF_ALL, AttributeGuards
-from hexa_fx.runtime.guards import HOOKS, GuardMiss, OwnCodeOnly, SizeMiss
+from hexa_fx.runtime.attribute_guards import AttributeGuards
+from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, SizeMiss
 from hexa_fx.torch_private import (
     TransformType,
     _are_functorch_transforms_active,
@@ -48,11 +46,8 @@ def is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def foreign_weight(block: nn.Module, weights: Iterable[Sequence[str]]) -> str:
-    """What operators cannot read among these parameters, since it is of another library's class; empty if they can read all.
-
-    Args:
-        weights: names of the modules on the way to each, and its own.
-    """
+    """What operators cannot read among these parameters, each by names of the modules on the way and its own, since it is of
+    another library's class; empty if they can read all."""
     for path in weights:
         owner: nn.Module | None = block
         *above, name = path
@@ -68,10 +63,7 @@ def reason_for_own_code(traced: bool) -> str:
     """Why operators cannot stand for a block's own code in this call; empty if they can.
 
     They support backward only, know nothing of `torch.vmap`, and a `TorchFunctionMode` of the user's would not see the functions
-    that they stand for.
-
-    Args:
-        traced: whether a compiler traces it.
+    that they stand for. ``traced``: by a compiler.
     """
     if (traced or _get_tracing_state() is not None) and torch.onnx.is_in_onnx_export():
         return "it is exported to ONNX, which has no operator that stands for it"
@@ -144,9 +136,6 @@ class RefusedKind:
     """A kind of call, by what it is like and by what its code read, and why it runs the block's own code.
 
     Args:
-        module: the block, which is not kept alive.
-        args, kwargs: of the call.
-        reason: why it is left.
         reads: what the code read from Python; if it reads something else, the kind is another. What may change without a trace
             says nothing.
         own_forward: the forward that the block's instance had of its own.
@@ -173,8 +162,7 @@ class RefusedKind:
         self.tokens = tokens if tokens < enough and not missed else None
         reads = [read for read in reads if not isinstance(read.value, Unreadable)]
         self.attributes = AttributeGuards(module, (), reads, (), own_forward)
-        self.hooked = [*map(bool, _hooks_inside(module))]
-        self._look_anew(module)
+        self.hooked = self._hooked_now()  # which may be the reason; None until it is known
         self._left, self.lasted = calls, calls
 
     @property
@@ -185,11 +173,6 @@ class RefusedKind:
     def bind(self, module: nn.Module) -> None:
         """Watches ``module`` from now on."""
         self.attributes.bind(module)
-        self._look_anew(module)
-
-    def _look_anew(self, module: nn.Module) -> None:
-        """Before its next call: a copy may still be incomplete."""
-        self._module, self._hooks = weakref.ref(module), list[dict[Any, Any]]()
 
     def holds(self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], missed: str = "") -> bool:
         """Whether a call, of which ``kind`` is what it is like, is of this kind. Counts it if it is."""
@@ -197,23 +180,22 @@ class RefusedKind:
             return False
         if self.tokens is not None and call_tokens(args, kwargs) > self.tokens:
             return False
-        self._hooks = self._hooks or _hooks_inside(referenced(self._module))
-        if [*map(bool, self._hooks)] != self.hooked:  # they may be the reason
-            return False
-        try:
-            self.attributes.check()
-        except OwnCodeOnly:  # that there are hooks, as there were
-            pass
-        except GuardMiss:
+        hooked = self._hooked_now()
+        self.hooked = hooked if self.hooked is None else self.hooked
+        if hooked is None or hooked is not self.hooked:
             return False
         self._left = None if self._left is None else self._left - 1
         return True
 
-
-def _hooks_inside(module: nn.Module) -> list[dict[Any, Any]]:
-    """What holds the hooks of each module inside of a block, and of any."""
-    inner = (child for child in module.modules() if child is not module)
-    return [*HOOKS_OF_ALL, *(getattr(child, hooks) for child in inner for hooks in HOOKS)]
+    def _hooked_now(self) -> bool | None:
+        """Whether modules have hooks; None if the code would read something else."""
+        try:
+            self.attributes.check()
+        except OwnCodeOnly:
+            return True
+        except GuardMiss:
+            return None
+        return False
 
 
 def said_of_sizes(miss: GuardMiss | None) -> str:

@@ -58,17 +58,24 @@ def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[No
     """A context in which submodules of ``block`` give, once for each call of ``called``, what they gave there.
 
     They draw and count nothing again, and their hooks do not run again. It holds for this thread.
-
-    Args:
-        called: path and result, in order.
     """
     found: dict[nn.Module, deque[Any]] = {}
     for path, result in called:
         found.setdefault(block.get_submodule(path), deque()).append(result)
     before = {module: module.__dict__.get(_COMPILED) for module in found}
     thread = threading.get_ident()
+
+    def answering(results: deque[Any], call: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if not results or threading.get_ident() != thread:
+                return call(*args, **kwargs)
+            given = results.popleft()
+            return given if torch.is_grad_enabled() else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
+
+        return answer
+
     for module, results in found.items():
-        module.__dict__[_COMPILED] = _answering(results, thread, before[module] or module._call_impl)
+        module.__dict__[_COMPILED] = answering(results, before[module] or module._call_impl)
     try:
         yield
     finally:
@@ -76,16 +83,6 @@ def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[No
             module.__dict__.pop(_COMPILED, None)
             if own is not None:
                 module.__dict__[_COMPILED] = own
-
-
-def _answering(results: deque[Any], thread: int, call: Callable[..., Any]) -> Callable[..., Any]:
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        if not results or threading.get_ident() != thread:
-            return call(*args, **kwargs)
-        result = results.popleft()
-        return result if torch.is_grad_enabled() else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-
-    return answer
 
 
 FORWARD, REPLICATE = "forward", "_replicate_for_data_parallel"
@@ -120,8 +117,6 @@ logger = logging.getLogger(__name__)
 SMALL = "its own code is faster for inputs this small"
 """The reason of calls that run a block's own code by choice."""
 
-_UNSAID = (SMALL, RUNS_ALREADY)
-
 _WARN_AFTER = 100
 _MOST_MISTAKES = 3
 """After so many, code that raises in its calls means to, as hooks do that end a forward early."""
@@ -138,7 +133,6 @@ class HexaForward(InPlace):
         module: the user's module, referenced weakly (the module owns this object).
         blocks: what was made of it for several kinds of calls.
         original: the forward that the instance had of its own; None if it had the class's.
-        path: the block's path in its model.
         analyst: analyses calls of other kinds; None if these run the original.
     """
 
@@ -255,8 +249,7 @@ class HexaForward(InPlace):
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
-        for told in self.restarted:
-            told()
+        self._restart()
         return self.run_original(args, kwargs)
 
     def run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,10 +264,6 @@ class HexaForward(InPlace):
             if self._own_original is not None:
                 return self._own_original(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
-
-    def _leave(self, reason: str) -> None:
-        """Leaves all calls to the original from now on."""
-        self.specialisations, self._latest, self.exhausted = (), None, reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for told in self.called:
@@ -291,7 +280,7 @@ class HexaForward(InPlace):
                 self.ran += 1
                 if self.sampled is None or expected is None or not (why := self.sampled.differs(result, expected)):
                     return result
-                self._leave(why)
+                self.specialisations, self._latest, self.exhausted = (), None, why  # from now on
             except GuardMiss as found:
                 miss = without_frames(found)
         return self._analysed(args, kwargs, miss, there)
@@ -392,7 +381,7 @@ class HexaForward(InPlace):
         self.saved_own |= reason != SMALL and saving_is_counted()
         if not self.lost:  # else no call ran
             self.own[reason] += 1
-            if reason not in _UNSAID and not self._tried:
+            if reason not in (SMALL, RUNS_ALREADY) and not self._tried:
                 self._say(reason)
         if miss is None or not miss.called:
             return self.original(*args, **kwargs)

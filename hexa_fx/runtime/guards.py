@@ -94,9 +94,7 @@ def require(condition: Any, expected: str) -> None:
     The original forward then runs from its beginning, so a rewriter places these nodes before anything that has an
     effect (submodule calls, random numbers, buffer updates).
 
-    Args:
-        condition: of sizes: a bool, or something with a truth value (a symbolic bool under tracing).
-        expected: what was assumed, e.g. ``"more than one token"``.
+    ``condition``: of sizes: a bool, or something with a truth value (a symbolic bool under tracing).
     """
     if not condition:
         raise SizeMiss(f"expected {expected}")
@@ -109,7 +107,7 @@ def require_finite(values: torch.Tensor, expected: str) -> None:
 
 
 def item(value: Any) -> Any:
-    """A number that a module keeps; in the recorded run a tensor stood for it. Raises `GuardMiss` if there is a tensor now."""
+    """A number that a module keeps, for which a tensor stood in the recorded run. Raises `GuardMiss` if there is a tensor now."""
     if isinstance(value, torch.Tensor):
         raise GuardMiss("a number that the block counts with is a tensor now")
     return value
@@ -119,10 +117,8 @@ def require_experts(ids: torch.Tensor, past: int, experts: int) -> torch.Tensor:
     """A guard node of a rewritten graph: ids that the block is given, as its code reads them that looks up with them.
 
     On a CPU it raises `OwnCodeOnly` unless all of them are at least zero and less than ``past``: the original says what is wrong
-    with them, if anything is. Elsewhere that would wait for the device.
-
-    Args:
-        experts: how many there are, if -1 stands for the last one; else 0.
+    with them, if anything is. Elsewhere that would wait for the device. ``experts``: how many there are, if -1 stands for the last
+    one; else 0.
     """
     if ids.device.type != "cpu" or is_compiling():
         return ids.remainder(experts) if experts else ids

@@ -25,13 +25,8 @@ def install(
 ) -> HexaForward:
     """Replaces ``block.forward`` on this instance; the rest of the module is untouched.
 
-    Args:
-        block: the original module that the rewritten graphs' targets are relative to.
-        blocks: what runs, for several kinds of calls; the original runs in others. The same one may be there several times.
-        path, analyst: see `HexaForward`.
-
-    Raises:
-        InputError: the block is installed already, or a packed weight's name is taken.
+    ``blocks`` run, for several kinds of calls, and the original in others. The same one may be there several times. Raises
+    `InputError` if the block is installed already, or a packed weight's name is taken.
     """
     if is_installed(block):
         raise InputError(f"{type(block).__name__} already has a rewritten forward; call uninstall() first")

@@ -128,11 +128,8 @@ def packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
 
 
 def readers(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, WeightReader]:
-    """The readers of all stacked weights of a block's rewritten forwards, by attribute; those that are there stay.
-
-    Raises:
-        InputError: the block has such an attribute, or the forwards read different weights under one name.
-    """
+    """The readers of all stacked weights of a block's rewritten forwards, by attribute; those that are there stay. Raises
+    `InputError` if the block has such an attribute, or the forwards read different weights under one name."""
     weights: dict[str, PackedWeight] = {}
     for weight in (weight for rewritten in blocks if rewritten for weight in rewritten.packed):
         if weights.setdefault(weight.name, weight) != weight:

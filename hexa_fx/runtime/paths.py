@@ -44,11 +44,8 @@ class WeightReader:
     It is no nn.Module, so that it appears in no ``state_dict`` and no ``named_*`` listing of the block that it is set on.
 
     The walk down the module tree to its parameters is done once. `check` compares every module on the way with the one that was
-    there: an expert that was wrapped by an adapter (LoRA, say), or hooked, must not be read as if it were bare.
-
-    Args:
-        block: the user's module, referenced weakly because it owns this object.
-        weight: the parameters' paths relative to the block.
+    there: an expert that was wrapped by an adapter (LoRA, say), or hooked, must not be read as if it were bare. The block, which
+    owns this object, is referenced weakly.
     """
 
     def __init__(self, block: nn.Module, weight: PackedWeight) -> None:

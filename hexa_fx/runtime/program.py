@@ -18,11 +18,8 @@ from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST, WithoutAutocast
 
 
 def direct(graph: torch.fx.Graph, lists: Collection[str] = ()) -> torch.fx.Graph:
-    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`), and some nodes with autocast off.
-
-    Args:
-        lists: names of listed weights, of which what reads no lists gets stacks.
-    """
+    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`), and some nodes with autocast off. Of the
+    weights named in ``lists``, what reads no lists gets stacks."""
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     _stack_for_others(copied, lists)
@@ -83,16 +80,13 @@ class Program:
     path: str
     """Of the block in its model, shown in tracebacks."""
 
-    def __post_init__(self) -> None:
-        self.function = self._compile()
-
     @classmethod
     def of(cls, graph: torch.fx.Graph, path: str, lists: Collection[str] = ()) -> Program:
         code = direct(graph, lists).python_code("self")
         inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
         return cls(code.src, code.globals, inputs, path)
 
-    def _compile(self) -> Callable[..., Any]:
+    def __post_init__(self) -> None:
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:12]
         filename = f"<hexa_fx {self.path or 'block'} {digest}>"
         lines = self.source.splitlines(keepends=True)
@@ -101,8 +95,7 @@ class Program:
         # No __name__: Dynamo would look the globals up in the module of that name.
         namespace: dict[str, Any] = {"__builtins__": builtins, **self.globals}
         exec(compile(self.source, filename, "exec"), namespace)
-        function: Callable[..., Any] = namespace["forward"]
-        return function
+        self.function: Callable[..., Any] = namespace["forward"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from types import CodeType, FrameType, FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -84,15 +84,30 @@ _EQUAL = "equal({}, {})"
 _LOOKED_UP, _ALIKE = "lookup({}, {}) is {}", "alike(lookup({}, {}), {})"
 
 
+Check: TypeAlias = tuple[Any, ...]
+"""Text, with places for the objects that come after it."""
+
+
+def lies_in(where: dict[Any, Any], key: Any, value: Any) -> Check:
+    """That a value, or nothing, lies under a key of a dict."""
+    if type(where) is not dict or type(key) is not str:
+        return "get({}, {}, MISSING) is {}", where, key, value
+    said = repr(key).replace("{", "{{").replace("}", "}}")
+    return (f"{said} not in {{}}", where) if value is MISSING else (f"{{}}[{said}] is {{}}", where, value)
+
+
+def _is_given_by(owner: Any, key: str, value: Any) -> Check:
+    if value is MISSING or not key.isidentifier() or keyword.iskeyword(key):
+        return "same_object(getattr({}, {}, MISSING), {})", owner, key, value
+    is_one = getattr(owner, key, MISSING) is value
+    return f"{{}}.{key} is {{}}" if is_one else f"same_object({{}}.{key}, {{}})", owner, value
+
+
 class Resolution:
     """Where the values of ``reads`` lie in ``block`` now; ``bases[id(module)]`` counts in place of a module.
 
-    Tensors have to be of the kind that was noted, and one of the ``other_names`` to stay the same object.
-
-    The block itself and its ``__dict__`` are `BLOCK` and `OWN_DICT`.
-
-    Raises:
-        GuardMiss: one of them is not what was noted.
+    Tensors have to be of the kind that was noted, and one of the ``other_names`` to stay the same object. The block itself and its
+    ``__dict__`` are `BLOCK` and `OWN_DICT`. Raises `GuardMiss` if one of them is not what was noted.
     """
 
     def __init__(
@@ -105,19 +120,16 @@ class Resolution:
         bases: Mapping[int, nn.Module] = MappingProxyType({}),
         other_names: frozenset[str] = frozenset(),
     ) -> None:
-        self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
-        self.owners: list[tuple[Any, str, Any]] = []
-        self.others: list[tuple[Any, ...]] = [(_OF_CLASS, block, type(block))]
-        """What else is checked: as text, with places for the objects that come after it."""
+        self._checks: dict[tuple[Any, ...], Check] = {}  # by text and ids
+        self._check(_OF_CLASS, block, type(block))
         self.switched = False  # by `generate`, while it decodes
         self._bases, self._packed, self._other_names = bases, packed, other_names
         self._modules = {name: self._seen_through(m) for name, m in named_modules(block, every=True)}
-        self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
+        self._holders: dict[tuple[str, tuple[Any, ...]], Any] = {}
         if own_forward is not None:  # in its place there is a rewritten one now
-            self._holders[False, "", ("forward",)] = own_forward
+            self._holders["", ("forward",)] = own_forward
         self._seen: dict[tuple[int, Any], Any] = {}
-        self._entered: set[tuple[int, Any]] = set()
-        self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
+        self._through = {(read.root, read.steps[:-1]) for read in reads}
         for read in sorted(reads, key=lambda read: len(read.steps)):
             if isinstance(read.value, Code):
                 self._add_code(read.value)
@@ -126,11 +138,10 @@ class Resolution:
         for path, dtype in dtypes.items():
             self._add_dtype(path, dtype)
         stand_ins = {id(block): BLOCK, id(getattr_plain(block)): OWN_DICT}
-        lists: list[list[Any]] = [self.dicts, self.owners, self.others]
-        for entries in lists:
-            entries[:] = [tuple(stand_ins.get(id(item), item) for item in entry) for entry in entries]
+        found = self._checks.values()
+        self.checks: list[Check] = [tuple(stand_ins.get(id(item), item) for item in check) for check in found]
         # what stays keeps no module alive that is in no place itself
-        del self._modules, self._holders, self._seen, self._bases
+        del self._modules, self._holders, self._seen, self._bases, self._checks
 
     def _add_code(self, code: Code) -> None:
         """What names lead to outside of the block, by the very objects on the way."""
@@ -143,7 +154,7 @@ class Resolution:
             self._add_inside(bound.noted, found.value)
 
     def _add(self, read: PythonRead) -> None:
-        holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]
+        holder, key = self._at(read.root, read.steps[:-1]), read.steps[-1]
         if isinstance(read.value, Names):
             self._add_names(holder, key, read)
             return
@@ -153,7 +164,7 @@ class Resolution:
             return
         if key == "__class__" and (own := class_of(holder)) is not type(holder) and alike(own, read.value):
             # What was read of the class is looked up in this one.
-            self._holders[read.is_global, read.root, read.steps] = own
+            self._holders[read.root, read.steps] = own
             return
         # Of a weight of a parametrized module (PEFT's adapters on parameters, say) the rewritten forward gets what is computed now.
         if has_parametrizations(holder) and read.value == IsA(torch.Tensor) and is_parametrized(holder, key):
@@ -167,7 +178,7 @@ class Resolution:
             if not is_switch_of_generate(key, read.value, value):
                 raise _miss(read, value)
             self.switched = True
-        through = (read.is_global, read.root, read.steps) in self._through
+        through = (read.root, read.steps) in self._through
         path = inside(read.root, key)
         if isinstance(found.value, torch.Tensor) and not through and path not in self._other_names:
             self._watch_kind(key, found)
@@ -175,7 +186,7 @@ class Resolution:
         if isinstance(found.value, nn.Module) and path in self._packed:
             return
         if key == "__class__":
-            self.others.append((_OF_CLASS, holder, found.value))
+            self._check(_OF_CLASS, holder, found.value)
         self._enter_registry(holder)
         self._watch(holder, key, found, read.value)
         self._add_inside(read.value, value)
@@ -183,18 +194,19 @@ class Resolution:
     def _watch(self, holder: Any, key: Any, found: Place, noted: Any) -> None:
         """Enters the place itself; an object has to lie there itself."""
         for where, value in found.dicts:
-            self._enter(self.dicts, where, key, value)
+            self._check(*lies_in(where, key, value))
         if found.owner is not None:
-            self._enter(self.owners, found.owner, key, found.value)
-        if found.slow:
-            an_object = isinstance(noted, (IsA, Keys))
-            self.others.append((_LOOKED_UP, holder, key, found.value) if an_object else (_ALIKE, holder, key, noted))
+            self._check(*_is_given_by(found.owner, key, found.value))
+        if found.slow and isinstance(noted, (IsA, Keys)):
+            self._check(_LOOKED_UP, holder, key, found.value)
+        elif found.slow:
+            self._check(_ALIKE, holder, key, noted)
 
     def _watch_kind(self, key: Any, found: Place) -> None:
         """A tensor beside the parameters may be another in every call, as counts are, but not None, from which code counts anew."""
         for where, value in found.dicts:
             if value is found.value and not isinstance(value, nn.Parameter):
-                self.others.append((_IS_A, where, key, torch.Tensor))
+                self._check(_IS_A, where, key, torch.Tensor)
 
     def _seen_through(self, value: Any) -> Any:
         return self._bases.get(id(value), value) if self._bases else value
@@ -202,21 +214,19 @@ class Resolution:
     def _add_inside(self, noted: Any, value: Any) -> None:
         """What the object at a place contains, or is."""
         if isinstance(value, nn.Module):
-            self.others.append((_OF_CLASS, value, type(value)))
+            self._check(_OF_CLASS, value, type(value))
         elif isinstance(noted, Keys) and not isinstance(value, tuple):
             has_items = is_collection(value)
-            self.others.append(
-                (_OF_LENGTH if has_items else _OF_NAMES, value, len(value if has_items else vars(value)))
-            )
+            self._check(_OF_LENGTH if has_items else _OF_NAMES, value, len(value if has_items else vars(value)))
         elif type(value) in _COPIES:
-            self.others.append((_EQUAL, value, noted))
+            self._check(_EQUAL, value, noted)
 
     def _add_names(self, module: Any, key: str, read: PythonRead) -> None:
         now = frozenset(vars(module)[key])
         if now != read.value.names:
             raise _miss(read, now)
         self._enter_registry(module)
-        self.others.append((_OF_LENGTH, vars(module)[key], len(now)))
+        self._check(_OF_LENGTH, vars(module)[key], len(now))
 
     def _add_dtype(self, path: str, dtype: torch.dtype) -> None:
         """Of a parameter or buffer; nothing if it is no longer there, as under an adapter."""
@@ -230,23 +240,21 @@ class Resolution:
             raise GuardMiss(
                 f"{path!r} is {now.dtype}; the block was recorded with {dtype}, which its code asks for; {AGAIN}"
             )
-        self.others.append((_OF_DTYPE, registry, name, dtype))
+        self._check(_OF_DTYPE, registry, name, dtype)
 
     def _enter_registry(self, holder: Any) -> None:
         if isinstance(holder, nn.Module) and rebuilds(holder):
-            self._enter(self.dicts, getattr_plain(holder), "_modules", holder._modules)
+            self._check(*lies_in(getattr_plain(holder), "_modules", holder._modules))
 
-    def _enter(self, entries: list[tuple[Any, Any, Any]], where: Any, key: Any, value: Any) -> None:
-        if (id(where), key) not in self._entered:
-            self._entered.add((id(where), key))
-            entries.append((where, key, value))
+    def _check(self, text: str, *objects: Any) -> None:
+        self._checks[(text, *map(id, objects))] = (text, *objects)
 
-    def _at(self, is_global: bool, root: str, steps: tuple[Any, ...]) -> Any:
+    def _at(self, root: str, steps: tuple[Any, ...]) -> Any:
         """The object at the end of ``steps``."""
-        place_of = (is_global, root, steps)
+        place_of = (root, steps)
         if place_of not in self._holders:
             if steps:
-                holder = self._at(is_global, root, steps[:-1])
+                holder = self._at(root, steps[:-1])
                 found = self._seen_through(lookup(holder, steps[-1]))
                 found = getattr(type(holder), steps[-1]) if isinstance(found, InPlace) else found
             else:
@@ -340,13 +348,11 @@ class _Names:
         return function
 
 
-def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
+def still_the_same(found: Resolution) -> Callable[[Any], bool]:
     """A function of the block that says whether everything lies where it was found; it does not keep the block alive."""
     names = _Names()
-    clauses = [_of_dict(*entry, names) for entry in found.dicts]
-    clauses += [_of_owner(*entry, names, block) for entry in found.owners]
     names.values |= {"equal": equal, "lookup": lookup, "alike": alike}
-    clauses += [text.format(*map(names.of, objects)) for text, *objects in found.others]
+    clauses = [text.format(*map(names.of, objects)) for text, *objects in found.checks]
     check = f"return {' and '.join(clauses) or True}"
     return names.function(
         "block",
@@ -375,15 +381,17 @@ def inputs_of(
         guards = [guard for guard in guards if guard.name not in forms]
         covered = {*inputs, *(guard.name for guard in guards)}
         if not covered <= values.keys():
-            return _unknown
+            raise GuardMiss("an input is missing")
         places = {name: f"x{place}" for place, name in enumerate(values)}
-        lines = [f"{places[name]} = {_source(value, names)}" for name, value in values.items()]
+        lines = [
+            f"{places[name]} = {value if type(value) is _Given else names.of(value)}" for name, value in values.items()
+        ]
         clauses = [clause for guard in guards for clause in _of_guard(guard, places, values[guard.name], names)]
         for name in values.keys() - covered:
             default = arguments.defaults.get(name, MISSING)  # nothing is
             clauses.append(f"{places[name]} is {names.of(default)}")
-    except GuardMiss:
-        return _unknown
+    except GuardMiss:  # of a form of call that the block was not recorded with
+        return lambda args, kwargs: None
     result = f"[{', '.join(places[name] for name in inputs)}]"
     return names.function(
         "args, kwargs", *first, *lines, f"return {result} if {' and '.join(clauses) or True} else None"
@@ -405,14 +413,6 @@ class _Given(str):
     """Stands for an argument that is given: the expression that reads it."""
 
     __slots__ = ()
-
-
-def _unknown(args: Any, kwargs: Any) -> None:
-    """Of a form of call that the block was not recorded with."""
-
-
-def _source(value: Any, names: _Names) -> str:
-    return str(value) if type(value) is _Given else names.of(value)
 
 
 def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Names) -> list[str]:
@@ -437,23 +437,6 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
     clauses += [f"{x}.ndim == {guard.ndim}"] if guard.ndim is not None else []
     clauses += [f"{x}.shape[-1] == {guard.last}"] if guard.last is not None else []
     return clauses + ([f"{x}.numel() != 0"] if guard.filled else [])
-
-
-def _of_dict(where: dict[Any, Any], key: Any, value: Any, names: _Names) -> str:
-    name = repr(key) if type(key) is str else names.of(key)
-    if type(where) not in (dict, StandIn):
-        return f"get({names.of(where)}, {name}, MISSING) is {names.of(value)}"
-    if value is MISSING:
-        return f"{name} not in {names.of(where)}"
-    return f"{names.of(where)}[{name}] is {names.of(value)}"
-
-
-def _of_owner(owner: Any, key: str, value: Any, names: _Names, block: Any) -> str:
-    if value is MISSING or not key.isidentifier() or keyword.iskeyword(key):
-        return f"same_object(getattr({names.of(owner)}, {key!r}, MISSING), {names.of(value)})"
-    if getattr(block if owner is BLOCK else owner, key, MISSING) is (block if value is BLOCK else value):
-        return f"{names.of(owner)}.{key} is {names.of(value)}"
-    return f"same_object({names.of(owner)}.{key}, {names.of(value)})"
 
 
 def same_object(one: Any, two: Any) -> bool:

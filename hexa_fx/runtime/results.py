@@ -55,12 +55,7 @@ def values_left(module: nn.Module, destinations: Sequence[Destination]) -> tuple
 
 
 def state_of(module: nn.Module, stored: Iterable[Destination], changed: Sequence[str]) -> ModuleState:
-    """What calls of a rewritten block may change, as it is now.
-
-    Args:
-        stored: where they put results.
-        changed: names of parameters that they write to.
-    """
+    """What calls of a rewritten block may change, as it is now: where they put results, and named parameters that they write to."""
     return ModuleState(module, _shared_holders(module, stored), changed)
 
 

@@ -42,12 +42,8 @@ class Forward(Protocol):
 
 
 class SampledCheck:
-    """Checks one call in ``every`` of a rewritten block; the first one is among them.
-
-    Args:
-        every: how many calls there are to one that is checked.
-        strict: raise `DiffersInUse` where results differ; else the block is left to its original from then on, with a warning.
-    """
+    """Checks one call in ``every`` of a rewritten block, the first one among them. Where results differ, the block is left to its
+    original from then on, with a warning; a ``strict`` check raises `DiffersInUse`."""
 
     def __init__(self, every: int, strict: bool = False) -> None:
         self.every, self.strict, self._calls = every, strict, 0

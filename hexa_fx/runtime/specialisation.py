@@ -42,13 +42,8 @@ class LayerAdapters(Protocol):
 
 
 class Specialisation:
-    """A rewritten forward that runs in the calls for which its conditions hold: mode, dtypes, autocast, and what code read.
-
-    Args:
-        module: the block, which is not kept alive.
-        block: what was made of it.
-        own_forward: the forward that the block's instance had of its own; None if it had the class's.
-    """
+    """A rewritten forward that runs in the calls for which its conditions hold: mode, dtypes, autocast, and what code read. It does
+    not keep the module alive. ``own_forward``: that the module's instance had of its own; None if it had the class's."""
 
     def __init__(self, module: nn.Module, block: RewrittenBlock, own_forward: Callable[..., Any] | None = None) -> None:
         self.packed_names = packed_names(block)

@@ -1,6 +1,7 @@
 """Numbers that modules keep and others change between calls, as schedules do: the second value makes an input of the graph."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -142,24 +143,90 @@ def test_a_branch_on_one_is_taken_anew(use: Any) -> None:
     )  # the first value, any other, and those on the other side: one, and any other
 
 
-class Configured(Mixture):
-    """Reads a number of its configuration."""
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    temperature: float = 1.0
+    coefficient: float = 0.01
+    top_k: int = K
 
-    def __init__(self) -> None:
+
+class Configured(Mixture):
+    """Reads its numbers from what ``held`` gives."""
+
+    def __init__(self, config: Any, held: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.config = SimpleNamespace(temperature=1.0)
+        self.config, self.held, self.aux_loss = config, held, torch.zeros(())
+
+    def number(self, name: str) -> Any:
+        return getattr(self.held(self.config), name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return routed(self, x, (self.router(x) / self.config.temperature).softmax(-1))
+        probs = (self.router(x) / self.number("temperature")).softmax(-1)
+        self.aux_loss = probs.mean(0).square().sum() * self.number("coefficient")
+        return x + self.chosen(x, *probs.topk(self.number("top_k"), -1))
 
 
-def test_each_value_of_a_number_in_an_object_is_a_kind_of_call() -> None:
-    block = Configured().double()
+def set_number(model: nn.Sequential, name: str, number: float) -> None:
+    for block in model:
+        if isinstance(block.config, Frozen):
+            block.config = dataclasses.replace(block.config, **{name: number})
+        else:
+            setattr(block.held(block.config), name, number)
+
+
+NUMBERS = dataclasses.asdict(Frozen())
+CONFIGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "namespace": (lambda: SimpleNamespace(**NUMBERS), lambda config: config),
+    "nested": (lambda: SimpleNamespace(router=SimpleNamespace(**NUMBERS)), lambda config: config.router),
+    "exchanged": (Frozen, lambda config: config),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_numbers_of_configs_are_asked_for_too(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that code chooses by (``top_k``) is one more kind. Other threads find the numbers in the user's objects meanwhile."""
+    import hexa_fx.analysis as analysis
+
+    seen, plain = [], analysis.analyse
+    make, held = CONFIGS[config]
+    shared = make()
+
+    def analyse(observation: Any, config: Any) -> Any:
+        seen.append(observation.path)
+        assert not observation.numbers or held(observation.module.config) is not held(opt[0].config)
+        return plain(observation, config)
+
+    monkeypatch.setattr(analysis, "analyse", analyse)
+    model = nn.Sequential(*(Configured(shared, held) for _ in range(2))).double()
+    opt = hexa_fx.optimize(copy.deepcopy(model), config=hexa_fx.HexaConfig(own_code_when_small=False))
+    for call in range(CALLS):
+        now = {"temperature": falling(call), "coefficient": 0.1 * call, "top_k": 1 if call in (7, 8) else K}
+        x, found = torch.randn(9 + call, D, dtype=torch.float64), []
+        for each in (model, opt):
+            for name, number in now.items():
+                set_number(each, name, number)
+            each.zero_grad()
+            given = x.clone().requires_grad_()
+            y = each(given)
+            (y.square().sum() + sum(block.aux_loss for block in each)).backward()
+            found.append([y, given.grad, *(p.grad for p in each.parameters() if p.grad is not None)])
+            numbers = {name: block.number(name) for block in each for name in now}
+            assert numbers == now
+            assert [type(number) for number in numbers.values()] == [float, float, int]
+        for wanted, value in zip(*found, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    assert seen == ["0"] * 3
+    assert not any(vars(block)["forward"].own for block in opt)
+
+
+def test_each_value_of_a_number_in_a_dict_is_a_kind_of_call() -> None:
+    block = Scheduled(lambda m, x: routed(m, x, (m.router(x) / m.config["temperature"]).softmax(-1))).double()
+    block.config = {"temperature": 1.0}
     config = hexa_fx.HexaConfig(own_code_when_small=False, specialisations=3)
     opt = hexa_fx.optimize(copy.deepcopy(block), config=config)
     for call in range(5):
         x = torch.randn(9 + call, D, dtype=torch.float64)
-        block.config.temperature = opt.config.temperature = falling(call)
+        block.config["temperature"] = opt.config["temperature"] = falling(call)
         torch.testing.assert_close(opt(x), block(x))
     forward = vars(opt)["forward"]
     assert len(forward.specialisations) == 3
