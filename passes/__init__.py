@@ -45,7 +45,7 @@ from hexa_fx.isolation.written_tensors import put_back
 from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.block_analysis import BlockAnalysis, mode_of, refused
 from hexa_fx.passes.canonicalize import canonicalize_block
-from hexa_fx.passes.cover.complete import detect_all
+from hexa_fx.passes.cover import detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.free import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse

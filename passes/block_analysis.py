@@ -7,8 +7,7 @@ the second gives everything that the runs of the first read from Python as the f
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -63,10 +62,6 @@ class BlockAnalysis:
     reads: tuple[PythonRead, ...] = ()
     training: bool | None = None
 
-    def with_form(self, change: Callable[[RewrittenBlock], RewrittenBlock]) -> BlockAnalysis:
-        """With ``change`` of what is rewritten, if anything is."""
-        return self if self.rewritten is None else replace(self, rewritten=change(self.rewritten))
-
     def placed_in(self, block: nn.Module) -> BlockAnalysis:
         """With a place for a refusal that has none: the block's code, where no line of it is the reason."""
         if self.refusal is None or self.refusal.location:
@@ -92,6 +87,10 @@ def refused(refusal: Refusal) -> BlockAnalysis:
 _PLAIN = (int, float, str, bool, type(None))
 
 
+_Known = dict[Hashable, list[tuple[list[bool], BlockAnalysis]]]
+"""With which of the tensors wanted a gradient, which counts only where the code asks."""
+
+
 class StructureCache:
     """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read.
 
@@ -100,22 +99,17 @@ class StructureCache:
         but: see `but`.
     """
 
-    def __init__(self, part: str = "", but: Collection[int] = ()) -> None:
-        self._known: dict[Hashable, list[tuple[list[bool], BlockAnalysis]]] = {}
-        """With which of the tensors wanted a gradient, which counts only where the code asks."""
+    def __init__(self, part: str = "", but: Collection[int] = (), known: _Known | None = None) -> None:
+        self._known: _Known = {} if known is None else known
         self._part, self._but = part, but
 
     def within(self, part: str) -> StructureCache:
         """The same analyses, for blocks of a part of the model."""
-        return self._seen(StructureCache(part))
+        return StructureCache(part, (), self._known)
 
     def but(self, origins: Collection[int]) -> StructureCache:
         """The same but for what was made of reads with these ids: conditions on what modules count with exclude a call."""
-        return self._seen(StructureCache(self._part, origins))
-
-    def _seen(self, by: StructureCache) -> StructureCache:
-        by._known = self._known
-        return by
+        return StructureCache(self._part, origins, self._known)
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
         alike, wanted = self._known.get(_key(observation), ()), _wanted(observation)
@@ -124,22 +118,20 @@ class StructureCache:
         return next((known for known in takes if _holds(observation.module, known)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
-        kept = dataclasses.replace(analysis, path=inside(self._part, analysis.path))
+        kept = replace(analysis, path=inside(self._part, analysis.path))
         self._known.setdefault(_key(observation), []).append((_wanted(observation), kept))
 
     def forget_runs(self) -> None:
         """Gives up the recorded runs, which hold the blocks and values that were computed. What was made of them stays."""
         for known in self._known.values():
-            known[:] = [
-                (wanted, dataclasses.replace(analysis, match=None, captured=None)) for wanted, analysis in known
-            ]
+            known[:] = [(wanted, replace(analysis, match=None, captured=None)) for wanted, analysis in known]
 
 
 def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
     """The same analysis for the identical block at ``path``."""
-    moved = analysis.with_form(lambda form: dataclasses.replace(form, path=path))
-    refusal = moved.refusal and dataclasses.replace(moved.refusal, path=path)
-    return dataclasses.replace(moved, path=path, refusal=refusal, seconds=0.0)
+    form, refusal = analysis.rewritten, analysis.refusal
+    form, refusal = form and replace(form, path=path), refusal and replace(refusal, path=path)
+    return replace(analysis, path=path, rewritten=form, refusal=refusal, seconds=0.0)
 
 
 def _wanted(observation: Observation) -> list[bool]:

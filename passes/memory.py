@@ -124,16 +124,14 @@ def _released(reason: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _amount(number: str, unit: str) -> str:
-    return f"{number} {unit}" if unit != "bytes" else f"{float(number) / 2**20:.1f} MiB"
-
-
 def _sentence(observation: Observation, allowed: int, reason: str) -> str:
     devices = {parameter.device for parameter in observation.module.parameters()}
     cuda = sorted((device for device in devices if device.type == "cuda"), key=str)
     needed = f"{allowed / 2**30:.1f} GiB"
     asked = re.search(r"allocate ([\d.]+) ?(bytes|[KMG]iB)", reason)
-    last = f" (the last attempt asked for {_amount(*asked.groups())} more)" if asked else ""
+    number, unit = asked.groups() if asked else ("", "")
+    amount = f"{float(number) / 2**20:.1f} MiB" if unit == "bytes" else f"{number} {unit}"
+    last = f" (the last attempt asked for {amount} more)" if asked else ""
     if not cuda:
         return (
             f"{NO_MEMORY} to analyse it, which takes up to {needed} beside the model{last}: free as much, or set "
@@ -185,7 +183,7 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool)
             _keep_settings(parameter, memo[id(parameter)])
     for value in _others(block):
         if id(value) not in memo:
-            raised = value.detach().to(_upcast(value.dtype), copy=True)
+            raised = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
             memo[id(value)] = _unlike(raised, generator, id(value) in plain)
             _keep_settings(value, memo[id(value)])
     copied = deepcopied(block, memo)
@@ -224,7 +222,3 @@ def _unlike_in_place(value: torch.Tensor, generator: torch.Generator) -> torch.T
     numbers = noise.to(value) + value.flatten()[0]
     strides = [math.prod(value.shape[dim + 1 : -1]) for dim in range(value.dim() - 1)]
     return numbers.as_strided(value.shape, (*strides, 1))
-
-
-def _upcast(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype

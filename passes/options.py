@@ -149,6 +149,14 @@ log = logging.getLogger(__name__)
 
 SAID = "a token's result has the same bits in any batch"
 NOT_FIXED = "is not batch invariant: its experts are run step by step"
+_NOT_FP8 = "does not multiply in FP8: its experts are run step by step"
+
+
+def _changed_or_said(block: RewrittenBlock, change: Callable[[fx.Node], None], said: str) -> RewrittenBlock:
+    changed = with_changed_nodes(block, change)
+    if changed is None:
+        log.warning("%s %s", block_name(block), said)
+    return changed or block
 
 
 def fix_order(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
@@ -157,12 +165,7 @@ def fix_order(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     It runs last, and the block no longer runs its own code on small inputs. A block whose experts are no `hexa::moe_ffn` stays as
     it is, which is said.
     """
-    if not config.batch_invariant:
-        return block
-    changed = with_changed_nodes(block, _fix)
-    if changed is None:
-        log.warning("%s %s", block.path or "the model", NOT_FIXED)
-    return changed or block
+    return _changed_or_said(block, _fix, NOT_FIXED) if config.batch_invariant else block
 
 
 def is_fixed(block: RewrittenBlock) -> bool:
@@ -190,10 +193,7 @@ def in_fp8(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     if config.compute != "fp8_block":
         return block
     packed = frozenset(weight.name for weight in block.packed)
-    changed = with_changed_nodes(block, functools.partial(_change, packed=packed))
-    if changed is None:
-        log.warning("%s does not multiply in FP8: its experts are run step by step", block.path or "the model")
-    return changed or block
+    return _changed_or_said(block, functools.partial(_change, packed=packed), _NOT_FP8)
 
 
 def _change(node: fx.Node, packed: frozenset[str]) -> None:

@@ -37,18 +37,15 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
         _as_cast(node)
         _past_other_writes(node)
     trace_sizes(captured.graph)
-    fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
-    before = _copied(captured.graph)
+    before = torch.fx.Graph()
+    before.output(before.graph_copy(captured.graph, val_map={})).meta["hexa"] = NodeRecord(None)
+    split = [node for node in captured.graph.nodes if _split(captured.graph, node)]
     summed = [node for node in captured.graph.nodes if _over_experts(captured.graph, node)]
     joined = [node for node in captured.graph.nodes if _to_each_part(captured.graph, node)]
     given = [(call.args, call.kwargs, call.output) for call in (*captured.calls, *captured.functions)]
     stored = [stored.value for stored in captured.stored]
     erased = join_products(captured.graph, frozenset(nodes_in([*given, *stored])))
-    if not erased and not fused and not joined and not summed:
-        return captured
-    for node in fused:
-        _split(captured.graph, node)
-    return dataclasses.replace(captured, as_recorded=before)
+    return dataclasses.replace(captured, as_recorded=before) if erased or split or joined or summed else captured
 
 
 def _as_subscript(node: Node) -> None:
@@ -126,27 +123,25 @@ def _to_each_part(graph: torch.fx.Graph, node: Node) -> bool:
     return True
 
 
-def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    copy = torch.fx.Graph()
-    copy.output(copy.graph_copy(graph, val_map={})).meta["hexa"] = NodeRecord(None)
-    return copy
-
-
-def _split(graph: torch.fx.Graph, node: Node) -> None:
-    read = _read(node)
-    if read is None:
-        return
+def _split(graph: torch.fx.Graph, node: Node) -> bool:
+    """Makes an einsum over more than two tensors that spells out its result several over two. Returns whether it did."""
+    read = einsum_of(node) if node.op == "call_function" and operation(node) == "einsum" else None
+    if read is None or len(read[0]) < 3 or any(len(set(term)) != len(term) for term in read[0]):
+        return False
     terms, operands, result = read
+    if not all(isinstance(operand, Node) for operand in operands):
+        return False
     while len(operands) > 2:
         pair = _weight_and_data(terms, operands, result)
         if pair is None:
-            return
+            return False
         rest = [i for i in range(len(operands)) if i not in pair]
         kept = set(result).union(*(terms[i] for i in rest))
         term = "".join(dict.fromkeys(c for i in pair for c in terms[i] if c in kept))
         product = _insert(graph, node, pair, terms, operands, term)
         terms, operands = [term, *(terms[i] for i in rest)], [product, *(operands[i] for i in rest)]
     node.args = (f"{','.join(terms)}->{result}", *operands)
+    return True
 
 
 def _over_experts(graph: torch.fx.Graph, node: Node) -> bool:
@@ -187,14 +182,6 @@ def _product_of(node: Node) -> tuple[tuple[str, str], tuple[Node, Node], str] | 
         return None
     turned = _is_weight(first)
     return ((two, one) if turned else (one, two)), ((second, first) if turned else (first, second)), result
-
-
-def _read(node: Node) -> tuple[list[str], list[Node], str] | None:
-    """Terms, operands and result of an einsum over more than two tensors that spells out its result."""
-    found = einsum_of(node)
-    if found is None or len(found[0]) < 3 or any(len(set(term)) != len(term) for term in found[0]):
-        return None
-    return found if all(isinstance(operand, Node) for operand in found[1]) else None
 
 
 def _weight_and_data(terms: Sequence[str], operands: Sequence[Node], result: str) -> tuple[int, int] | None:

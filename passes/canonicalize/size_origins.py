@@ -40,19 +40,15 @@ def trace_sizes(graph: torch.fx.Graph) -> None:
     are.
     """
     hinging = [node for node in graph.nodes if node.op != "output" and (record_of(node).decision or draws(node))]
-    asked = {size for node in hinging for size in _sizes_behind(node)}
+    behind = {node for decision in hinging for node in ancestors([decision], stop=is_size)}
+    sizes = {node for node in behind if operation(node) in ("size", "numel", "nelement")}
+    asked = {size for size in sizes if isinstance(size.args[0], Node) and size.args[0].op.startswith("call")}
     if not asked:
         return
     behind = ancestors(asked)
     origins = _Origins([node for node in graph.nodes if node in behind])
     for size in [node for node in graph.nodes if node in asked]:
         _trace(size, origins)
-
-
-def _sizes_behind(decision: Node) -> set[Node]:
-    """Sizes of tensors that the block has computed."""
-    sizes = {node for node in ancestors([decision], stop=is_size) if operation(node) in ("size", "numel", "nelement")}
-    return {size for size in sizes if isinstance(size.args[0], Node) and size.args[0].op.startswith("call")}
 
 
 def _trace(size: Node, origins: _Origins) -> None:
@@ -68,14 +64,14 @@ def _trace(size: Node, origins: _Origins) -> None:
     if isinstance(found, Dim):
         size.args = (found.tensor, found.dim)
         return
+
+    def exchanged(node: Node) -> Node | int:
+        return found if node is size else node
+
     for user in list(size.users):
-        user.args, user.kwargs = (_exchanged(value, size, found) for value in (user.args, user.kwargs))
+        user.args, user.kwargs = torch.fx.map_arg(user.args, exchanged), torch.fx.map_arg(user.kwargs, exchanged)
     if isinstance(found, Node):
         record_of(found).decision |= record_of(size).decision
-
-
-def _exchanged(value: Any, old: Node, new: Node | int) -> Any:
-    return torch.fx.map_arg(value, lambda node: new if node is old else node)
 
 
 def _dim_of(size: Node) -> Dim:

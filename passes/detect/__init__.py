@@ -58,35 +58,27 @@ def detect_block(captured: CapturedBlock, prefer_earliest: bool = False, form: F
 
 def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMatch:
     """Tries every family of expert weights, since shared experts in a list look like experts until one looks for their routing."""
-    _refuse_own_operators(captured)
-    groups = expert_groups(captured.named_tensors())
-    family = Family(captured, groups, Replay(captured), prefer_earliest)
-
-    def look(
-        members: frozenset[str] | None, passed: frozenset[Node] = frozenset(), aside: frozenset[Node] = frozenset()
-    ) -> MoEMatch:
-        part = replace(captured, set_aside=aside)
-        return _detect_family(replace(family, captured=part, members=members, passed=passed), form)
-
-    families = families_of(captured, groups)
-    parts = [(part | families.ordinary, frozenset[Node]()) for part in families.apart]
-    if (found := find_several(captured, groups, parts, look)) is not None:
-        return found
-    narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
-    wanted = itertools.chain(families.side_by_side, [None], (members for members in narrower if members is not None))
-    try:
-        return first_match(partial(look, members) for members in wanted)
-    except Refuse as refusal:
-        runs = [(None, others) for others in other_runs(captured, groups)]
-        if (found := find_several(captured, groups, runs, look)) is not None:
-            return found
-        raise explained(captured, families.repeated or refusal) from None
-
-
-def _refuse_own_operators(captured: CapturedBlock) -> None:
     for node in captured.graph.nodes:
         if getattr(node.target, "namespace", "") == "hexa":
             raise Refuse(RUNS_ALREADY, node)
+    groups = expert_groups(captured.named_tensors())
+    family = Family(captured, groups, Replay(captured), prefer_earliest)
+
+    look = partial(_detect_family, form=form)
+    families = families_of(captured, groups)
+    parts = (replace(family, members=part | families.ordinary) for part in families.apart)
+    if (found := find_several(family, parts, look)) is not None:
+        return found
+    side_by_side = () if families.in_a_row else families.apart
+    narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
+    wanted = itertools.chain(side_by_side, [None], (members for members in narrower if members is not None))
+    try:
+        return first_match(partial(look, replace(family, members=members)) for members in wanted)
+    except Refuse as refusal:
+        aside = (replace(captured, set_aside=others) for others in other_runs(captured, groups))
+        if (found := find_several(family, (replace(family, captured=part) for part in aside), look)) is not None:
+            return found
+        raise explained(captured, families.repeated or refusal) from None
 
 
 def _detect_family(family: Family, form: Form) -> MoEMatch:

@@ -176,16 +176,14 @@ def identify_body(
     weights: WeightTable,
     down_bias: str | None,
 ) -> ExpertBody:
-    """Identifies the expert function. ``down_bias`` is the base of a bias that is added after the second product, if any.
-
-    Raises:
-        Refuse: the experts compute something else; the sentence says what was seen.
-    """
+    """Identifies the expert function. ``down_bias`` is the base of a bias that is added after the second product, if any."""
     first, experts = instances[0].first, len(rows.readings[0].matrices)
     between = instances[0].between
     segment = [node for node in first[0].node.graph.nodes if node in between]
     refuse_randomness(segment)
-    probe = _experiment(instances, rows, replay, _range(segment))
+    # The probe must reach far enough to hit every clamp in the code.
+    reach = max([20.0, *(2 * abs(value) for value in literals(segment) if abs(value) < 1e6)])
+    probe = _experiment(instances, rows, replay, reach)
     later_biases = bias_bases(segment, tags, experts)
     orders = permutations(range(len(first)))
     for order, (added, gain) in product(orders, _ways_to_read(later_biases, first)):
@@ -219,11 +217,6 @@ def identify_body(
     raise Refuse(
         f"no known activation is what experts compute between their projections ({names})", instances[0].second.data
     )
-
-
-def _range(segment: Sequence[Node]) -> float:
-    """How far the probe must reach to hit every clamp in the code."""
-    return max([20.0, *(2 * abs(value) for value in literals(segment) if abs(value) < 1e6)])
 
 
 def _experiment(instances: Sequence[Instance], rows: Rows, replay: Replay, reach: float) -> _Probe:
@@ -276,18 +269,13 @@ def _assign_biases(ordered: Sequence[Contraction], later: list[str | None]) -> l
 
 
 def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[list[str | None], str | None]]:
-    """Expert parameters between the projections as (biases, gain), likeliest first.
-
-    Raises:
-        Refuse: there are more of them than a body has places for.
-    """
+    """Expert parameters between the projections as (biases, gain), likeliest first."""
     inside = any(contraction.bias is not None for contraction in first)
     ways: list[tuple[list[str | None], str | None]] = []
     if len(later) <= len(first) and not (later and inside):
         each = [*later, *[None] * (len(first) - len(later))] if later else []
-        ways += [
-            ([*added], None) for added in permutations(each)
-        ]  # the up projection may come first, or have the only one
+        # the up projection may come first, or have the only one
+        ways += [([*added], None) for added in permutations(each)]
     if later and (inside or len(later) - 1 <= len(first)) and (len(later) == 1 or not inside):
         ways += [([*added], later[-1]) for added in permutations(later[:-1])]
     if not ways:

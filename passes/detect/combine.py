@@ -75,11 +75,7 @@ class Combine:
 def find_combine(
     graph: torch.fx.Graph, instances: Sequence[Instance], rows: Rows, tokens: int, replay: Replay, opaque: set[Node]
 ) -> Combine:
-    """The first node that is a weighted sum of the expert outputs for each token.
-
-    Raises:
-        Refuse: no node is a token-wise weighted sum of the expert outputs.
-    """
+    """The first node that is a weighted sum of the expert outputs for each token."""
     seconds = [instance.second.node for instance in instances]
     width = feature_size(seconds[0])
     if sum(record_of(node).value.numel() for node in seconds) != len(rows.token) * width:
@@ -278,11 +274,7 @@ def explain_offset(
     tags: Mapping[Node, Tag],
     replay: Replay,
 ) -> Offset:
-    """What the combine holds without the products: weighted biases, the tokens times a factor, another tensor.
-
-    Raises:
-        Refuse: it holds something else.
-    """
+    """What the combine holds without the products: weighted biases, the tokens times a factor, another tensor."""
     offset = combine.offset
     expected = torch.zeros_like(offset)
     if down_bias is not None and bool((offset != 0).any()):
@@ -315,9 +307,6 @@ def check_base(base: Node, weights: Iterable[Node], instances: Iterable[Instance
 
     Args:
         weights: nodes that hold routing weights. instances: whose products are left out.
-
-    Raises:
-        Refuse: what lies beside the experts' outputs depends on the weights.
     """
     halved = {node: 0.5 * replay.value(node) for node in weights}
     none = {c: torch.zeros_like(replay.value(c)) for c in (instance.second.node for instance in instances)}

@@ -285,11 +285,7 @@ class Decisions:
         self.chosen = self._follow_choices()
 
     def conditions(self, of_sizes: bool = False) -> tuple[Condition, ...]:
-        """Those of all decisions, or only of those ``of_sizes``.
-
-        Raises:
-            Refuse: a decision is to be refused, and does more than to raise an error.
-        """
+        """Those of all decisions, or only of those ``of_sizes``."""
         return tuple(self._conditions(of_sizes))
 
     def _conditions(self, of_sizes: bool) -> Iterator[Condition]:

@@ -91,13 +91,10 @@ def _readers(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> Iterator[Node
     for node in captured.graph.nodes:
         if node.op == "output" or tags[node].weight or not is_float(node):
             continue
-        if any(tags[n].weight and _is_experts(tags[n], captured) for n in node.all_input_nodes):
+        read = [tags[n] for n in node.all_input_nodes if tags[n].weight]
+        stacked = (captured.tensor_of(base) for each in read for base in each.bases if "{}" not in base)
+        if any(each.experts for each in read) or any(parameter.dim() >= 3 for parameter in stacked):
             yield node
-
-
-def _is_experts(tag: Tag, captured: CapturedBlock) -> bool:
-    stacked = (captured.tensor_of(base) for base in tag.bases if "{}" not in base)
-    return bool(tag.experts) or any(parameter.dim() >= 3 for parameter in stacked)
 
 
 # -- an expert unlike the others ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from hexa_fx.passes.detect.steps import (
     lone_run,
     width_of,
 )
-from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag
+from hexa_fx.passes.detect.tags import ALL, ExpertGroups, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 
 INSIDE = (
@@ -280,11 +280,7 @@ def _instance(end: Node, inside: list[Node], expert: int) -> Instance:
 
 
 def refuse_mixing(reader: StepReader) -> None:
-    """Other rows' tokens are changed; a row that answers to that is mixed with others.
-
-    Raises:
-        Refuse: names the first operation whose rows depend on each other.
-    """
+    """Other rows' tokens are changed; a row that answers to that is mixed with others."""
     steps = [node for node, role in reader.roles.items() if isinstance(role, (Copy, Product)) and is_float(node)]
     order = {node: place for place, node in enumerate(reader.captured.graph.nodes)}
     given = [reader.columns[node] for node, role in reader.roles.items() if isinstance(role, TokenRows)]
@@ -320,7 +316,14 @@ def expert_dropouts(captured: CapturedBlock) -> frozenset[int]:
     if not drawing:
         return frozenset()
     tags = tag(captured, expert_groups(captured.named_tensors()))
-    return frozenset(record_of(node).number for node in drawing if _in_one(_experts(node, tags)))
+
+    def experts(node: Node) -> set[int]:
+        """With whose parameters a value, or else what is first computed from it, is computed."""
+        after = reached([node], lambda n: () if n.op == "output" or tags[n].experts else n.users)
+        return {expert for n in after if n.op != "output" for expert in tags[n].experts}
+
+    found = {node: experts(node) for node in drawing}
+    return frozenset(record_of(node).number for node in drawing if len(found[node]) == 1 and ALL not in found[node])
 
 
 def _drops(node: Node) -> bool:
@@ -336,27 +339,13 @@ def probability(node: Node) -> float:
     return found
 
 
-def _experts(node: Node, tags: Mapping[Node, Tag]) -> set[int | str]:
-    """The experts with whose parameters a value, or else what is first computed from it, is computed."""
-    after = reached([node], lambda n: () if n.op == "output" or tags[n].experts else n.users)
-    return {expert for n in after if n.op != "output" for expert in tags[n].experts}
-
-
-def _in_one(experts: set[int | str]) -> bool:
-    return len(experts) == 1 and ALL not in experts
-
-
 def has_idle(captured: CapturedBlock) -> bool:
     """Whether dropouts of the run were idle."""
     return any(node.target is row_dropout for node in captured.graph.nodes)
 
 
 def refuse_dropouts_after(end: Column, combined: Node) -> None:
-    """Refuses an end of the runs that leaves dropouts behind.
-
-    Raises:
-        Refuse: between ``end`` and where outputs are combined, numbers are dropped.
-    """
+    """Refuses an end of the runs that leaves dropouts behind."""
     for node in descendants(end) & ancestors([combined]) - set(end):
         if node.target is row_dropout:
             raise Refuse(INSIDE, node)
@@ -368,9 +357,6 @@ def draws_slots_first(columns: Sequence[Column], experts: Sequence[int], tokens:
     Args:
         columns: the dropouts, in the order in which an expert draws.
         experts, tokens: the expert, and the token (R,) of every row, of each run.
-
-    Raises:
-        Refuse: draws come in an order that the rewritten block would not keep.
     """
     if not columns:
         return False

@@ -130,11 +130,7 @@ class Family:
         experts: int,
         late_bias: str | None = None,
     ) -> Routed:
-        """How the tokens in ``source`` come to experts and back. ``late_bias``: a parameter that is added to what experts give.
-
-        Raises:
-            Refuse: that is not known, or more is added than outputs.
-        """
+        """How the tokens in ``source`` come to experts and back. ``late_bias``: a parameter that is added to what experts give."""
         end, replay, value = combine.node, self.replay, record_of(source).value
         offset = explain_offset(pairs, late_bias, combine, source, self.weights, self.tags, replay)
         tokens = value.numel() // value.shape[-1]
@@ -161,11 +157,7 @@ class Family:
         stored: tuple[StoredValue, ...],
         idiom: str,
     ) -> MoEMatch:
-        """The region, of whose experts the nodes are ``inside``.
-
-        Raises:
-            Refuse: a host decision, a result that is kept or a backward forbids it.
-        """
+        """The region, of whose experts the nodes are ``inside``."""
         routing, end, last = routed.routing, routed.search.end, [instance.second.node for instance in instances]
         of_body = body.roots if isinstance(body, FreeBody) else ()
         roots = [source, *of_body, *routing.nodes, *filter(None, [routed.base])]

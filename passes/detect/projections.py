@@ -95,7 +95,9 @@ def _read_contraction(node: Node, tags: Mapping[Node, Tag], levels: Mapping[Node
     data = [n for n in _operands(node) if not tags[n].weight]
     if len(data) != 1:
         raise Refuse(f"an expert product takes {len(data)} token operands where one was expected", node)
-    matrices = [n for n in weights if record_of(n).value.dim() >= 2 and not _is_bias(n, node, weights)]
+    # In addmm(b, x, W) and baddbmm(b, x, W) the first operand is the bias, whatever its rank.
+    bias_first = operation(node) in ("addmm", "baddbmm") and len(weights) > 1
+    matrices = [n for n in weights if record_of(n).value.dim() >= 2 and not (bias_first and node.args[0] is n)]
     if len(matrices) != 1 or len(tags[matrices[0]].bases) != 1:
         raise Refuse(MIXED, node)
     weight = matrices[0]
@@ -115,11 +117,6 @@ def _operands(node: Node) -> list[Node]:
 def is_expert_weight(weight: Node, tag: Tag) -> bool:
     """One expert's parameter, all experts' gathered, or a whole stack in a batched product."""
     return bool(tag.experts) or (is_stack(weight) and not tag.ordinary)
-
-
-def _is_bias(weight: Node, node: Node, weights: list[Node]) -> bool:
-    """In ``addmm(b, x, W)`` and ``baddbmm(b, x, W)`` the first operand is the bias, whatever its rank."""
-    return operation(node) in ("addmm", "baddbmm") and node.args[0] is weight and len(weights) > 1
 
 
 def group_instances(contractions: list[Contraction]) -> list[Instance]:

@@ -78,11 +78,7 @@ class Routing:
 
 
 def find_routing(pairs: Pairs, search: Search) -> Routing:
-    """The routing by which pairs of tokens and experts came about.
-
-    Raises:
-        Refuse: the ids or a factor are not among the tensors computed before the end.
-    """
+    """The routing by which pairs of tokens and experts came about."""
     try:
         return _find_routing(pairs, search)
     except NoRouting:
@@ -92,11 +88,21 @@ def find_routing(pairs: Pairs, search: Search) -> Routing:
         if not always:
             raise
         first = len(always) if always == tuple(range(len(always))) else 0
-        others = pairs.without(always).counted_from(first)
+        others = _counted_from(first, pairs.taken(_of_others(pairs, always)))
         routing = _find_routing(others, replace(search, experts=search.experts - first))
         if routing.before:
             raise
         return replace(routing, always=always, first=first)
+
+
+def _of_others(pairs: Pairs, always: tuple[int, ...]) -> torch.Tensor:
+    """Mask of the pairs of other experts."""
+    return ~torch.isin(pairs.expert, torch.tensor(always, device=pairs.expert.device))
+
+
+def _counted_from(first: int, pairs: Pairs) -> Pairs:
+    """The same, with experts numbered from the one at the place ``first``."""
+    return replace(pairs, expert=pairs.expert - first)
 
 
 def _some_go_unused(pairs: Pairs, search: Search) -> bool:
@@ -192,17 +198,13 @@ def _constants(end: Node, tags: Mapping[Node, Tag]) -> list[float]:
 
 
 def find_row_factor(wanted: torch.Tensor, pairs: Pairs, routing: Routing, search: Search) -> tuple[RoutingSource, ...]:
-    """Where a factor for every pair (P,), which the experts compute with, can be read; () if it is always 1.
-
-    Raises:
-        Refuse: it is not among the tensors computed before the end.
-    """
+    """Where a factor for every pair (P,), which the experts compute with, can be read; () if it is always 1."""
     end = search.end
     if routing.always:
-        kept = ~torch.isin(pairs.expert, torch.tensor(routing.always, device=pairs.expert.device))
+        kept = _of_others(pairs, routing.always)
         if not bool((wanted[~kept] == 1).all()):
             raise Refuse("an expert that every token is given computes with a weight of the token's", end)
-        pairs, wanted = pairs.taken(kept).counted_from(routing.first), wanted[kept]
+        pairs, wanted = _counted_from(routing.first, pairs.taken(kept)), wanted[kept]
         search = replace(search, experts=search.experts - routing.first)
     effective = pairs.effective
     ids = ids_of(routing.index, search.tokens, search.experts)
@@ -220,12 +222,7 @@ expert was given; or all of another tensor, each with the sum of its weights."""
 def how_tokens_pass(
     factor: torch.Tensor | None, pairs: Pairs, routing: Routing, experts: int, end: Node, replay: Replay
 ) -> Passing | None:
-    """Why tokens are added to the output with ``factor`` (T,); None if none are.
-
-    Raises:
-        Refuse: they are neither those of identity experts, with the routing weights of the ids at and above ``experts``, nor all
-            those that no expert was given.
-    """
+    """Why tokens are added to the output with ``factor`` (T,); None if none are."""
     if factor is None:
         return None
     unrouted = torch.ones_like(factor).index_fill(0, pairs.token, 0.0)

@@ -163,11 +163,7 @@ def match_rows(
     replay: Replay,
     weights: WeightTable,
 ) -> Iterator[tuple[Node, Rows]]:
-    """Every node whose rows may be the tokens, likeliest first, and whose rows are whose.
-
-    Raises:
-        Refuse: there is none.
-    """
+    """Every node whose rows may be the tokens, likeliest first, and whose rows are whose."""
     _refuse_unlike(instances)
     found = False
     order = row_orders(instances, replay)
@@ -395,7 +391,8 @@ def _origins(
     found = {}
     for start, rows, origin, follow, one in zip(starts, given, origins, follows, single):
         order = torch.where(follow, origin, -1)
-        in_place = len(order) == len(rows) and bool(((order < 0) | (order == torch.arange(len(order)).to(order))).all())
+        places = torch.arange(len(order), device=order.device)
+        in_place = len(order) == len(rows) and bool(((order < 0) | (order == places)).all())
         if bool(one.all()) and not in_place:
             found[start] = order
     return found

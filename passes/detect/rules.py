@@ -63,12 +63,7 @@ def calls_without(calls: Iterable[ModuleCall], nodes: Iterable[Node]) -> Iterato
 
 
 def stored_outside_calls(captured: CapturedBlock, products: Iterable[Node]) -> tuple[StoredValue, ...]:
-    """Results that code outside of the modules that the rewritten block calls keeps, so that the block has to keep them itself.
-
-    Raises:
-        Refuse: one of them is no tensor of this run, or follows from what an earlier run kept; or the code changes something else
-            in place, or does more with a list or dict than to add to it; or it returns an object into which no graph looks.
-    """
+    """Results that code outside of the modules that the rewritten block calls keeps, so that the block has to keep them itself."""
     for result in tree_leaves(captured.graph.output_node().args):
         if not isinstance(result, (Node, *LITERALS)):
             raise Refuse(
@@ -105,11 +100,7 @@ def _is_left_by_calls(item: StoredValue, live: Collection[str]) -> bool:
 
 
 def check_added(stored: Iterable[StoredValue], live: Collection[str]) -> None:
-    """Checks what the rewritten block has to add to lists and dicts, which it does at its end. ``live``: modules that it calls.
-
-    Raises:
-        Refuse: the code does more than to add tensors, or a module that is called looks at the list after the code added to it.
-    """
+    """Checks what the rewritten block has to add to lists and dicts, which it does at its end. ``live``: modules that it calls."""
     added: set[Container] = set()
     for item in stored:
         if not isinstance(item.place, ContainerItem):
@@ -129,11 +120,7 @@ def check_added(stored: Iterable[StoredValue], live: Collection[str]) -> None:
 
 
 def refuse_stored_intermediates(stored: Iterable[StoredValue], tags: Mapping[Node, Tag], end: Node) -> None:
-    """Refuses code that keeps what experts compute on a module.
-
-    Raises:
-        Refuse: a result that the code keeps on a module is computed inside the experts, before ``end``.
-    """
+    """Refuses code that keeps what experts compute on a module."""
     for item in stored:
         behind = ancestors(nodes_in(item.value), stop=lambda node: node is end)
         inside = ancestors([end]) - {end}
@@ -142,11 +129,7 @@ def refuse_stored_intermediates(stored: Iterable[StoredValue], tags: Mapping[Nod
 
 
 def refuse_generator(node: Node) -> None:
-    """Refuses a call that draws from a generator of the code's own, which no graph holds.
-
-    Raises:
-        Refuse: it does.
-    """
+    """Refuses a call that draws from a generator of the code's own, which no graph holds."""
     if any(isinstance(given, torch.Generator) for given in (*node.args, *node.kwargs.values())):
         raise Refuse(
             "the code draws random numbers from a torch.Generator of its own, which no graph holds; those of torch's default "
@@ -156,11 +139,7 @@ def refuse_generator(node: Node) -> None:
 
 
 def refuse_array(node: Node) -> None:
-    """Refuses a call that is given an array of numpy, which no program can contain.
-
-    Raises:
-        Refuse: it is.
-    """
+    """Refuses a call that is given an array of numpy, which no program can contain."""
     numpy = sys.modules.get("numpy")
     if numpy and any(isinstance(leaf, numpy.ndarray) for leaf in tree_leaves([node.args, node.kwargs])):
         raise Refuse(
@@ -178,11 +157,7 @@ GIVEN_INSIDE = (
 
 
 def constant(captured: CapturedBlock, node: Node) -> torch.Tensor:
-    """A few numbers that a ``get_attr`` reads from elsewhere than parameters and buffers, such as one that a module keeps.
-
-    Raises:
-        Refuse: a rewritten block could not read them again, nor hold them as constants.
-    """
+    """A few numbers that a ``get_attr`` reads from elsewhere than parameters and buffers, such as one that a module keeps."""
     name, user = str(node.target), next(iter(node.users), node)
     if name in captured.nested:
         raise Refuse(GIVEN_INSIDE, user)
@@ -221,12 +196,7 @@ def _stops_gradient(node: Node) -> bool:
 
 
 def refuse_own_backward(end: Node, tags: Mapping[Node, Tag], outputs: Iterable[Node]) -> None:
-    """Refuses experts with an `autograd.Function` that changes gradients alone, and those without gradients in a block with some.
-
-    Raises:
-        Refuse: between the experts' first products and ``end`` a function changes gradients alone, which no operator would; or no
-            gradient gets from there to one of the ``outputs``.
-    """
+    """Refuses experts with an `autograd.Function` that changes gradients alone, or without gradients in a block that has some."""
     cut = next((node for node in outputs if _stops_gradient(node) or is_cut_off(node, [end])), None)
     if cut is not None and not is_constant(end):
         raise Refuse(
@@ -244,11 +214,7 @@ def refuse_own_backward(end: Node, tags: Mapping[Node, Tag], outputs: Iterable[N
 
 
 def refuse_randomness(nodes: Iterable[Node]) -> None:
-    """Refuses experts that draw random numbers.
-
-    Raises:
-        Refuse: one of ``nodes`` draws random numbers.
-    """
+    """Refuses experts that draw random numbers."""
     for node in nodes:
         if draws(node):
             raise Refuse(

@@ -7,9 +7,8 @@ meanwhile; those that no region replaces count in the end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch.fx import Node
 
@@ -17,7 +16,7 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.operations import kind
 from hexa_fx.passes.detect.decisions import Decisions, decision_left
-from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.match import Family, MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, is_expert_weight
 from hexa_fx.passes.detect.rules import opaque_nodes
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
@@ -42,29 +41,16 @@ class Families:
     """The families of expert weights of a block: those of one mixture work together.
 
     Args:
-        side_by_side: the families of a block, the ones with most runs first; empty if there is one, or they cannot be told apart.
-        in_a_row: likewise, if each family works on the result of the one before.
+        apart: the families, the ones with most runs first; empty if there is one, or they cannot be told apart.
+        in_a_row: whether each works on the result of the one before; else they lie side by side.
         ordinary: expert weights that belong to none of them, such as biases that are added on their own.
         repeated: the refusal if the same experts run again on their own result.
     """
 
-    side_by_side: tuple[Members, ...] = ()
-    in_a_row: tuple[Members, ...] = ()
+    apart: tuple[Members, ...] = ()
+    in_a_row: bool = False
     ordinary: Members = frozenset()
     repeated: Refuse | None = None
-
-    @property
-    def apart(self) -> tuple[Members, ...]:
-        """Those that there are several of."""
-        return self.side_by_side or self.in_a_row
-
-
-class Look(Protocol):
-    """Finds the region of one family, or of all, ignoring the given host decisions."""
-
-    def __call__(
-        self, members: Members | None, passed: frozenset[Node] = frozenset(), aside: frozenset[Node] = frozenset()
-    ) -> MoEMatch: ...
 
 
 def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
@@ -73,22 +59,18 @@ def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
     try:
         contractions = find_contractions(captured, tags)
         levels = max((c.level for c in contractions), default=0)
-        if levels < 2 or levels % 2:
-            return Families()
-        found = [_of_pairs(contractions, level, groups) for level in range(1, levels, 2)]
+        found = [_of_pairs(contractions, level, groups) for level in range(1, levels, 2)] if levels % 2 == 0 else []
     except Refuse:
         return Families()
     families = tuple(family for pairs in found for family in pairs)
-    together = frozenset[str]().union(*families)
-    ordinary = frozenset[str]().union(*(t.bases for t in tags.values())) - together
     if len(families) < 2:
         return Families()
-    if levels == 2:
-        return Families(side_by_side=families, ordinary=ordinary)
-    if sum(map(len, families)) == len(together):
-        return Families(in_a_row=families, ordinary=ordinary)
-    runs = [(c.base, c.expert) for c in contractions]
-    return Families(repeated=Refuse(IN_TURN if len(set(runs)) == len(runs) else REPEATED, contractions[-1].node))
+    together = frozenset[str]().union(*families)
+    if levels > 2 and sum(map(len, families)) > len(together):
+        runs = [(c.base, c.expert) for c in contractions]
+        said = IN_TURN if len(set(runs)) == len(runs) else REPEATED
+        return Families(repeated=Refuse(said, contractions[-1].node))
+    return Families(families, levels > 2, frozenset[str]().union(*(t.bases for t in tags.values())) - together)
 
 
 def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Members]:
@@ -112,23 +94,23 @@ def chooses(captured: CapturedBlock) -> bool:
     return any(map(_picks, captured.graph.nodes))
 
 
-def find_several(
-    captured: CapturedBlock, groups: ExpertGroups, parts: Sequence[tuple[Members | None, frozenset[Node]]], look: Look
-) -> MoEMatch | None:
+def find_several(family: Family, parts: Iterable[Family], look: Callable[[Family], MoEMatch]) -> MoEMatch | None:
     """The first region with the others in it; None unless there are at least two that leave no host decision.
 
-    ``parts``: the families, or None for all, and what is set aside meanwhile.
+    ``parts``: what is looked for in turn, in the block of ``family``.
     """
+    captured = family.captured
     decisions = frozenset(n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision)
 
-    def found(members: Members | None, aside: frozenset[Node]) -> Iterator[MoEMatch]:
+    def found(part: Family) -> Iterator[MoEMatch]:
         try:
-            yield replace(look(members, decisions, aside), captured=captured)
+            yield replace(look(part), captured=captured)
         except Refuse:
-            for others in [] if aside else other_runs(captured, groups, members):
-                yield from found(members, others)
+            aside = other_runs(captured, family.groups, part.members) if part.captured is captured else []
+            for others in aside:
+                yield from found(replace(part, captured=replace(captured, set_aside=others)))
 
-    regions = [region for part in parts for region in found(*part)]
+    regions = [region for part in parts for region in found(replace(part, passed=decisions))]
     outputs = [region.output for region in regions]
     if len(outputs) < 2 or len(set(outputs)) < len(outputs):
         return None
@@ -137,7 +119,7 @@ def find_several(
         return None
     routing = {node for region in regions for node in region.routing.index.nodes}
     # of one region alone, not all that ask for sizes can be asked
-    asked = Decisions(captured, tag(captured, groups), routing, [], outputs, opaque).conditions(of_sizes=True)
+    asked = Decisions(captured, tag(captured, family.groups), routing, [], outputs, opaque).conditions(of_sizes=True)
     known = {condition.node for region in regions for condition in region.conditions}
     new = [condition for condition in asked if condition.node not in known]
     return replace(regions[0], conditions=(*regions[0].conditions, *new), others=tuple(regions[1:]))

@@ -9,8 +9,8 @@ is full has exactly that many rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -42,14 +42,6 @@ class Pairs:
     def taken(self, mask: torch.Tensor) -> Pairs:
         """The pairs that a mask selects."""
         return Pairs(self.token[mask], self.expert[mask], self.before[mask], self.after[mask])
-
-    def without(self, experts: Sequence[int]) -> Pairs:
-        """The pairs of other experts."""
-        return self.taken(~torch.isin(self.expert, torch.tensor(experts, device=self.expert.device)))
-
-    def counted_from(self, first: int) -> Pairs:
-        """The same, with experts numbered from the one at the place ``first``."""
-        return replace(self, expert=self.expert - first)
 
 
 class Slots:

@@ -18,10 +18,11 @@ from torch.fx import Node
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import row_dropout
+from hexa_fx.capture.records import reached
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Layout
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, literals, live_nodes, twins
+from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, live_nodes, twins
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.stacks import Form, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
@@ -85,11 +86,6 @@ class OfExpert:
 
 
 @dataclass(frozen=True)
-class FromExpert:
-    """The recorded operation, element by element, on a parameter of the row's expert: ``1 + weight``, ``softplus(beta)``."""
-
-
-@dataclass(frozen=True)
 class Product:
     """``data @ W[e].T + b[e]``."""
 
@@ -104,7 +100,7 @@ class Copy:
     """The recorded operation on the new operands."""
 
 
-Role = TokenRows | RowFactor | RowCount | Outside | Shared | Literal | OfExpert | FromExpert | Product | Copy
+Role = TokenRows | RowFactor | RowCount | Outside | Shared | Literal | OfExpert | Product | Copy
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,8 @@ def lone_run(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> Node | None:
 
 def _readers(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> tuple[Node, ...]:
     live = live_nodes(captured.graph)
-    return tuple(n for n in captured.graph.nodes if n in live and n.op != "output" and _reads_expert(n, tags))
+    computed = (n for n in captured.graph.nodes if n in live and n.op != "output" and not tags[n].weight)
+    return tuple(n for n in computed if is_tensor(n) and expert_operands(n, tags))
 
 
 def experts_of(column: Column, tags: Mapping[Node, Tag]) -> tuple[int, ...]:
@@ -232,10 +229,6 @@ def in_one_expert(node: Node, tags: Mapping[Node, Tag]) -> bool:
 def expert_operands(node: Node, tags: Mapping[Node, Tag]) -> list[Node]:
     """Operands that are parameters of experts."""
     return [n for n in node.all_input_nodes if tags[n].weight and tags[n].experts and is_tensor(n)]
-
-
-def _reads_expert(node: Node, tags: Mapping[Node, Tag]) -> bool:
-    return not tags[node].weight and is_tensor(node) and bool(expert_operands(node, tags))
 
 
 def _may_end(column: list[Node], readers: tuple[Node, ...]) -> bool:
@@ -311,11 +304,7 @@ class StepReader:
         self.twin = twins(self.captured.graph)
 
     def read(self, end: Column) -> dict[Node, Role]:
-        """Roles of the nodes of one run, in recorded order.
-
-        Raises:
-            Refuse: the runs differ, mix rows, or use something that no row-wise step can give.
-        """
+        """Roles of the nodes of one run, in recorded order."""
         self._visit(end)
         order = {node: place for place, node in enumerate(self.captured.graph.nodes)}
         return {node: self.roles[node] for node in sorted(self.roles, key=order.__getitem__)}
@@ -354,12 +343,7 @@ class StepReader:
                 "norms are what can be rewritten"
             )
             raise Refuse(TIED if ops.contracts(node) else said, node)
-        found = self._copy(column)
-        if operation(node) in ACTIVATIONS_WITH_PARAMETER and any(
-            isinstance(self.roles[n], FromExpert) for n in parameters
-        ):
-            raise Refuse(MADE_OF_A_PARAMETER, node)
-        return found
+        return self._copy(column)
 
     def _check_rows(self, column: Column) -> None:
         node = column[self.run]
@@ -440,35 +424,20 @@ class StepReader:
             return Shared(str(node.target))
         return self._copy(column)
 
-    def _of_expert(self, column: Column) -> OfExpert | FromExpert:
+    def _of_expert(self, column: Column) -> OfExpert:
         node = column[self.run]
         bases = self.tags[node].bases
         stored = self.weights.table(next(iter(bases))) if len(bases) == 1 else None
         if stored is None:
             raise Refuse("the experts compute with a combination of their parameters", node)
-        if (ops.works_on_one(node) or ops.broadcasts(node)) and len(node.all_input_nodes) == 1:
-            # which may do nothing on the example, as a clamp
-            return self._from_expert(column)
         table = stored[1]
         for member, expert in zip(column, self.experts):
-            if expert >= len(table) or not torch.equal(self.replay.value(member).flatten(), table[expert]):
-                return self._from_expert(column)
+            same = expert < len(table) and torch.equal(self.replay.value(member).flatten(), table[expert])
+            if (
+                ops.works_on_one(node) or ops.broadcasts(node) or not same
+            ):  # which may do nothing on the example, as a clamp
+                raise Refuse(MADE_OF_A_PARAMETER, node)
         return OfExpert(next(iter(bases)), tuple(record_of(node).value.shape))
-
-    def _from_expert(self, column: Column) -> FromExpert:
-        node = column[self.run]
-        operands = [n.all_input_nodes for n in column]
-        done = {(operation(n), tuple(literals([n])), len(given)) for n, given in zip(column, operands)}
-        known = (
-            (ops.works_on_one(node) or ops.broadcasts(node))
-            and len(done) == 1
-            and len(operands[0]) == 1
-            and not record_of(node).writes
-        )
-        if not known or record_of(operands[self.run][0]).value.shape != record_of(node).value.shape:
-            raise Refuse(MADE_OF_A_PARAMETER, node)
-        self._visit(tuple(given for (given,) in operands))
-        return FromExpert()
 
     def _tensor(self, column: Column) -> Role:
         source = self._token_rows(column)
@@ -532,31 +501,16 @@ class StepReader:
 
 def moved_from(node: Node, source: Node) -> bool:
     """Whether ``node`` holds rows of ``source``, moved by operations that change no number."""
-    seen: set[Node] = set()
-    frontier, reached = [node], False
-    behind = ancestors([source])
-    while frontier:
-        item = frontier.pop()
-        if item in seen:
-            continue
-        seen.add(item)
-        if item is source or (item in behind and _is_view_of(source, item)):
-            reached = True
-            continue
-        if ops.makes(item):
-            continue
-        if not ops.moves(item):
-            return False
-        values = [n for n in item.all_input_nodes if is_float(n) or isinstance(record_of(n).value, (tuple, list))]
-        if not values:
-            return False
-        frontier.extend(values)
-    return reached
+    views = {source}  # what it is a view or cast of, too
+    while (ops.views(source) or ops.casts(source)) and source.args and isinstance(source.args[0], Node):
+        source = source.args[0]
+        views.add(source)
 
+    def given(item: Node) -> list[Node]:
+        if item in views or ops.makes(item):
+            return []
+        return [n for n in item.all_input_nodes if is_float(n) or isinstance(record_of(n).value, (tuple, list))]
 
-def _is_view_of(node: Node, base: Node) -> bool:
-    while node is not base:
-        if not (ops.views(node) or ops.casts(node)) or not node.args or not isinstance(node.args[0], Node):
-            return False
-        node = node.args[0]
-    return True
+    behind = reached([node], given)
+    moved = all(item in views or ops.makes(item) or (ops.moves(item) and given(item)) for item in behind)
+    return moved and not behind.isdisjoint(views)

@@ -18,7 +18,8 @@ Found = TypeVar("Found")
 class Refuse(Exception):
     """Ends detection of one block with a sentence for the user and the line that it is about, or the node that is of this line.
 
-    Internal to the passes: `hexa_fx.passes.detect.detect_block` returns it as a `hexa_fx.ir.Refusal` value.
+    Internal to the passes: every step raises it where what it looks for is not there, or is nothing that can be rewritten, and
+    `hexa_fx.passes.detect.detect_block` returns it as a `hexa_fx.ir.Refusal` value.
 
     ``elsewhere``: whether what is missed here may be in the code around the block.
     """
@@ -42,11 +43,7 @@ class NoRouting(Refuse):
 
 
 def first_match(attempts: Iterable[Callable[[], Found]]) -> Found:
-    """What the first of some attempts finds that does not refuse.
-
-    Raises:
-        Refuse: the first refusal, if all refuse.
-    """
+    """What the first of some attempts finds that does not refuse."""
     first = None
     try:
         for attempt in attempts:

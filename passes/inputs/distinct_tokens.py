@@ -52,7 +52,8 @@ def examples(observation: Observation) -> Iterator[Observation]:
     few = len(rows) < FEW
     if not alike and not few:
         yield observation
-        if _of_one_token_each(observation):
+        matrix = _matrix(observation)
+        if matrix is not None and matrix.dim() > 2 and matrix.shape[-2] == 1:
             yield from _with_fresh_tokens(observation, few=True)
         return
     yield from [*_with_fresh_tokens(observation, few), observation]
@@ -73,8 +74,8 @@ def after_refusal(reason: str, observation: Observation, differs: bool = False) 
         return
     if reason == APART and any(_is_of_sequences(t, matrix) for t in _tensors(observation)):
         size = max(_ENOUGH, experts), 1
-    elif differs and _fewest_rows(observation) < _FOR_ALL * experts:
-        size = _FOR_ALL * experts, 2
+    elif differs and min(t.shape[:-1].numel() for t in _matrices(observation)) < _FOR_ALL * experts:
+        size = _FOR_ALL * experts, 2  # what may choose experts: tokens, or something given for a sequence
     else:
         return
     for known in (experts or None, None):  # numbers that look like a routing may be of tasks, of which there are fewer
@@ -83,11 +84,6 @@ def after_refusal(reason: str, observation: Observation, differs: bool = False) 
         yield replace(observation, args=args, kwargs=kwargs)
         if not inputs.given_routing:
             return
-
-
-def _fewest_rows(observation: Observation) -> int:
-    """Of what may choose experts: tokens, or something given for a sequence."""
-    return min(t.shape[:-1].numel() for t in _tensors(observation) if t.is_floating_point() and t.dim() > 1)
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
@@ -157,14 +153,13 @@ def _tensors(observation: Observation) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_complex()]
 
 
+def _matrices(observation: Observation) -> list[torch.Tensor]:
+    return [leaf for leaf in _tensors(observation) if leaf.dim() >= 2 and leaf.is_floating_point()]
+
+
 def _matrix(observation: Observation) -> torch.Tensor | None:
     """The first matrix of floats, the very one that the block is given."""
-    return next((leaf for leaf in _tensors(observation) if leaf.dim() >= 2 and leaf.is_floating_point()), None)
-
-
-def _of_one_token_each(observation: Observation) -> bool:
-    matrix = _matrix(observation)
-    return matrix is not None and matrix.dim() > 2 and matrix.shape[-2] == 1
+    return next(iter(_matrices(observation)), None)
 
 
 def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observation]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.outcome import ALL_WANTED
@@ -340,7 +341,9 @@ class FreshInputs:
         if kind == "integer":
             return torch.randint(int(leaf.min()), int(leaf.max()) + 1, shape, generator=generator, device="cpu")
         if kind in ("counts", "ends"):
-            return _parts_of_rows(kind, shape[0], self.num_experts or 1, draw)
+            experts = self.num_experts or 1
+            counts = draw.chosen(draw.rows, experts, 1).flatten().bincount(minlength=experts)
+            return counts if kind == "counts" else pad(counts.cumsum(0), (shape[0] - experts, 0))
         return self._routed(leaf, kind, shape, draw)
 
     def _routed(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
@@ -382,12 +385,6 @@ def _of_rows(leaf: Any, rows: int, experts: int | None) -> Kind | None:
     starts = len(leaf) == experts + 1 and int(leaf[0]) == 0
     ends = (starts or len(leaf) == experts) and int(leaf[-1]) == rows and bool((leaf.diff() >= 0).all())
     return "ends" if ends else None
-
-
-def _parts_of_rows(kind: Kind, length: int, experts: int, draw: _Draw) -> torch.Tensor:
-    """How many rows each expert has, or where they end, of so many numbers: of as many rows as there are."""
-    counts = draw.chosen(draw.rows, experts, 1).flatten().bincount(minlength=experts)
-    return counts if kind == "counts" else torch.nn.functional.pad(counts.cumsum(0), (length - experts, 0))
 
 
 def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:

@@ -67,7 +67,8 @@ def partition_model(
             "experts keep their products apart, for example); wrap the model in FSDP2 after optimize_ without mesh="
         )
     sample = find_tensor(model, layers[0].names(layers[0].sources["w1"])[0])
-    config = _with_tokens(_for_device(config, sample), _recorded_tokens(blocks))
+    recorded = next((tokens for tokens in map(observed_tokens, map(any_mode, blocks)) if tokens), None)
+    config = _with_tokens(_for_device(config, sample), recorded)
     costs = _capacities(capacities, layers[0].geometry, config.tokens, sample, groups)
     shapes = {layer.path: layer.geometry.shape for layer in layers}
     measured: dict[str, Measured] = {}
@@ -111,10 +112,6 @@ def _never_fsdp(model: nn.Module, by_block: Sequence[Sequence[LayerWeights]], me
 
 def _with_tokens(config: PartitionConfig, tokens: int | None) -> PartitionConfig:
     return config if config.tokens is not None else replace(config, tokens=tokens or None)
-
-
-def _recorded_tokens(blocks: Sequence[RewrittenBlock | Modes]) -> int | None:
-    return next((n for n in map(observed_tokens, map(any_mode, blocks)) if n), None)
 
 
 def _measure(

@@ -73,16 +73,17 @@ def input_guards(
 
 def not_on_nothing(rewritten: RewrittenBlock) -> RewrittenBlock:
     """The block for calls with tokens: others run its own code."""
-    floating = {guard.name for guard in rewritten.guards if guard.dtype is not None and guard.dtype.is_floating_point}
-    return replace(rewritten, guards=tuple(replace(g, filled=g.name in floating) for g in rewritten.guards))
+    return replace(rewritten, guards=tuple(replace(g, filled=_is_of_floats(g)) for g in rewritten.guards))
 
 
 def in_own_dtypes(rewritten: RewrittenBlock) -> RewrittenBlock:
     """The block for floating-point inputs and weights in the dtypes that it was recorded with, and no others."""
-    floating = {guard.name for guard in rewritten.guards if guard.dtype is not None and guard.dtype.is_floating_point}
-    return replace(
-        rewritten, guards=tuple(replace(g, exact_dtype=g.exact_dtype or g.name in floating) for g in rewritten.guards)
-    )
+    exact = (replace(guard, exact_dtype=guard.exact_dtype or _is_of_floats(guard)) for guard in rewritten.guards)
+    return replace(rewritten, guards=tuple(exact))
+
+
+def _is_of_floats(guard: InputGuard) -> bool:
+    return guard.dtype is not None and guard.dtype.is_floating_point
 
 
 _KEEP_ORDER = ("reshape", "view", "flatten", "contiguous")
@@ -192,7 +193,10 @@ class _Rewriter:
             kept = keep(captured, self._roots(), [*regions])
         cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
         self.match = replace(self.match, conditions=(*self.match.conditions, *cut))
-        self._placeholders(captured)
+        for name, given in captured.arguments:
+            placeholder = self.graph.placeholder(name.lstrip("*"))
+            if isinstance(given, Node):
+                self.new[given] = placeholder
         overwritten = self._overwritten(kept)
         order = sorted(kept.order, key=self._asked_first(kept).__contains__, reverse=True)
         early = {condition.node for match in self.match.regions for condition in match.early_conditions}
@@ -301,12 +305,6 @@ class _Rewriter:
 
     # -- around the region ---------------------------------------------------------------------------------------------
 
-    def _placeholders(self, captured: CapturedBlock) -> None:
-        for name, value in captured.arguments:
-            placeholder = self.graph.placeholder(name.lstrip("*"))
-            if isinstance(value, Node):
-                self.new[value] = placeholder
-
     def _map(self, value: Any) -> Any:
         return torch.fx.map_arg(value, self.new.__getitem__)
 
@@ -322,7 +320,9 @@ class _Rewriter:
         if node in self.new:
             return
         if node.op == "get_attr" and node.target in self.match.captured.constants:
-            self.new[node] = self._constant(node)
+            value = constant(self.match.captured, node)
+            options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            self.new[node] = self.graph.call_function(torch.tensor, (value.tolist(),), options)
             return
         refuse_array(node)
         refuse_generator(node)
@@ -335,19 +335,12 @@ class _Rewriter:
         if condition := asked.get(node):
             self.graph.call_function(guards.require, (condition.holds(copy), condition.as_recorded()))
 
-    def _input_of(self, node: Node, argument: Node, kept: KeptNodes) -> Node:
-        """The new node for an argument; a read after a kept call's write is ordered after the call."""
-        after_call = node.target is functional.after and argument not in self.new
-        return self.new[kept.stand_ins[argument] if after_call else argument]
-
-    def _constant(self, node: Node) -> Node:
-        value = constant(self.match.captured, node)
-        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-        return self.graph.call_function(torch.tensor, (value.tolist(),), options)
-
     def _operand(self, node: Node, argument: Node, kept: KeptNodes) -> Node:
         """The new node for an argument, without its gradient where the code computes under ``no_grad``."""
-        operand, is_target = self._input_of(node, argument, kept), record_of(node).writes and argument is node.args[0]
+        # A read after a kept call's write is ordered after the call.
+        after_call = node.target is functional.after and argument not in self.new
+        operand = self.new[kept.stand_ins[argument] if after_call else argument]
+        is_target = record_of(node).writes and argument is node.args[0]
         in_place = is_target and not self._is_changed_parameter(argument)
         if record_of(node).gradient or not is_float(argument) or in_place:
             return operand

@@ -45,9 +45,10 @@ def under_this_autocast(
     block: nn.Module, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RewrittenBlock:
     """The block for the autocast that is on now, or for none if none is."""
-    cast = _cast_of(args, kwargs)
-    if cast is None:
+    device = _device_of((args, kwargs))
+    if not torch.is_autocast_enabled(device):
         return replace(rewritten, autocast=AutocastDtypes())
+    cast = torch.get_autocast_dtype(device)
     return replace(rewritten, autocast=replace(_dtypes(block, rewritten, [(cast, (args, kwargs))]), off=False))
 
 
@@ -69,12 +70,6 @@ def under_any_autocast(
         for dtype, mixture in tried
     ]
     return replace(rewritten, autocast=_dtypes(block, rewritten, calls))
-
-
-def _cast_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of the autocast that is on for a call; None if none is."""
-    device = _device_of((args, kwargs))
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _device_of(given: Any) -> str:
@@ -124,7 +119,8 @@ def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
     return leaf if dtype is None else leaf.to(dtype, copy=True)
 
 
-_alike = ops.of("add sub mul div")
+_LEFT = (ops.moves, ops.makes, ops.picks_best, ops.selects, ops.is_random, ops.of("add sub mul div"))
+"""What autocast leaves as it is: moves, new tensors, choices, and arithmetic element by element."""
 _INSIDE = (
     "the code switches autocast off for what its experts compute; around its router, or around the block, it can stay"
 )
@@ -142,9 +138,6 @@ def mark_without_autocast(
     Args:
         new: the nodes of ``graph``, by those of the recorded graph.
         regions: those of the block.
-
-    Raises:
-        Refuse: experts compute with autocast off, or one cannot tell how a submodule is called.
     """
     called = called_in(graph)
     off = {node: record_of(node).autocast_off for node in captured.graph.nodes if record_of(node).autocast_off}
@@ -156,7 +149,7 @@ def mark_without_autocast(
             raise Refuse(_INSIDE, node)
         copy = new.get(node, node)
         copied = copy.meta.get("from") == node.name and copy.op in ("call_function", "call_method")
-        if copied and is_float(node) and not _is_as_it_is(node):
+        if copied and is_float(node) and not any(leaves(node) for leaves in _LEFT):
             copy.meta[WITHOUT_AUTOCAST] = device
     for call in graph.find_nodes(op="call_module"):
         _mark_call(call, captured, off)
@@ -178,8 +171,3 @@ def _inside(
     read = (node for node in captured.graph.nodes if node.op == "get_attr" and node not in new and is_float(node))
     weights = [node for node in read if not is_within(record_of(node).scope, called)]
     return descendants(weights) & (ancestors(outputs) | {*outputs})
-
-
-def _is_as_it_is(node: Node) -> bool:
-    """Whether autocast leaves it: moves, choices, new tensors, and arithmetic element by element."""
-    return any(asked(node) for asked in (ops.moves, ops.makes, ops.picks_best, ops.selects, ops.is_random, _alike))

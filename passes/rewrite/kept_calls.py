@@ -7,7 +7,7 @@ form of what it gives tells the two apart.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import dropwhile
@@ -27,7 +27,6 @@ from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.decisions import Condition, is_size
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.rules import calls_without, check_added, gives_plain
 from hexa_fx.passes.detect.steps import FreeBody, TokenRows
 from hexa_fx.passes.detect.verdict import Refuse
@@ -89,9 +88,6 @@ def conditions_of_opened(match: MoEMatch, kept: KeptNodes) -> tuple[Condition, .
     """Of decisions that were left to submodule calls, of which the rewritten graph makes none.
 
     Asserts on sizes after random numbers, where it is too late to run the original, are no reason to refuse, and are left out.
-
-    Raises:
-        Refuse: what such a decision hinges on cannot be asked.
     """
     by_call = nodes_by_call(match.captured.graph)
     after_draws = dropwhile(lambda node: not draws(node), match.captured.graph.nodes)
@@ -111,9 +107,6 @@ def refuse_late_conditions(conditions: Collection[Node], order: Sequence[Node], 
 
     Checks for NaN, and for none or one, as torch.distributions makes them, may come after random numbers, and so may those after
     which the original raises an error.
-
-    Raises:
-        Refuse: something is, among what is emitted in this ``order`` before a condition.
     """
     written = drawn = False
     by_call = nodes_by_call(order[0].graph) if order else {}
@@ -210,9 +203,6 @@ def left_by_opened(
     """What the code of submodules leaves, where these are not ``called``, and of which ``stored`` has nothing.
 
     Not what is no tensor of this run, or follows from what an earlier one kept.
-
-    Raises:
-        Refuse: they do more with a list or dict than to add to it.
     """
     check_added(captured.stored, called)
     known = {id(item) for item in stored}
@@ -228,11 +218,7 @@ def left_by_opened(
 
 
 def refuse_far_limits(removed: Iterable[Node], match: MoEMatch) -> None:
-    """Refuses ``removed`` code that cuts rows, or compares counts, at more tokens than verification sends to an expert.
-
-    Raises:
-        Refuse: some does.
-    """
+    """Refuses ``removed`` code that cuts rows, or compares counts, at more tokens than verification sends to an expert."""
     tokens, top_k = record_of(match.source).value, match.routing.top_k
     tried = LARGEST_LIMIT if _can_be_forced(match) else top_k * tokens.numel() // max(1, tokens.shape[-1])
     for node in removed:
@@ -324,7 +310,8 @@ def kept_routers(
     alone -= _experts_of(captured, regions, calls)
     alone -= {path for path in alone if any(is_within(other, {path}) for other in elsewhere)}
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
-    alone -= {path for path in alone if _leaves_plain(captured, path)}  # self.loss = 0 in eval mode, say
+    # those whose code leaves plain values on modules that other code reads: self.loss = 0 in eval mode, say
+    alone -= {p for p in alone for by, to in captured.handed if is_within(by, {p}) and not is_within(to, {p})}
     forms: dict[Node, list[Form]] = {}
     told, limited, counted = set[str](), set[str](), set[str]()
     by_storage, by_call = _by_storage(captured), nodes_by_call(captured.graph)
@@ -364,11 +351,6 @@ _DISCRETE = (int, bool, str, NoneType)
 """Settings by which a router may give something of another form. A float is a temperature, say, which changes all the time."""
 
 
-def _leaves_plain(captured: CapturedBlock, path: str) -> bool:
-    """Whether the code of the submodule at ``path`` leaves plain values on modules that other code reads."""
-    return any(is_within(by, {path}) and not is_within(to, {path}) for by, to in captured.handed)
-
-
 def _is_setting(read: PythonRead, routers: set[str]) -> bool:
     plain = any(type(value) in (bool, int, float, str) for value in values_of(read))
     return plain and any(is_within(scope, routers) for scope in read.scopes)
@@ -404,16 +386,13 @@ def _form(match: MoEMatch) -> Form:
     tokens = record_of(_tokens(match)).value
     count = tokens.numel() // tokens.shape[-1]
     routing = match.routing
-    sources = (routing.index, *routing.before, *routing.after, *routing.keep)
-    each = {node: n for source in sources for node, n in _numbers_of_token(source, count)}
-    return Form(_tokens(match), tuple(each), tuple(each.values()))
-
-
-def _numbers_of_token(source: RoutingSource, tokens: int) -> Iterator[tuple[Node, int]]:
-    for node in source.nodes:
-        value = record_of(node).value
+    each: dict[Node, int] = {}
+    for source in (routing.index, *routing.before, *routing.after, *routing.keep):
         by_token = not source.groups and source.reading not in ("expert", "token_expert_position")
-        yield node, value.numel() // tokens if by_token and value.numel() % tokens == 0 else 0
+        for node in source.nodes:
+            numbers = record_of(node).value.numel()
+            each[node] = numbers // count if by_token and numbers % count == 0 else 0
+    return Form(_tokens(match), tuple(each), tuple(each.values()))
 
 
 def _last(match: MoEMatch, order: Sequence[Node]) -> Node | None:

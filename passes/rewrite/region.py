@@ -409,8 +409,9 @@ class RegionEmitter:
         """0 * NaN is NaN: where code makes a number of that, the weight of a slot that it drops is no longer zero."""
         sources = [node for source in self.match.routing.after for node in source.nodes]
         for check in filter(is_check_of_numbers, ancestors(sources)):
-            if any(map(_multiplies_by_mask, ancestors([check]))):
-                raise Refuse("the code replaces NaN in routing weights that it has multiplied by a mask", check)
+            for product in (node for node in ancestors([check]) if operation(node) in ("mul", "mul_")):
+                if any(is_tensor(operand) and not is_float(operand) for operand in product.all_input_nodes):
+                    raise Refuse("the code replaces NaN in routing weights that it has multiplied by a mask", check)
 
     def _past_experts(self, tokens: Node, index: Node, kept: Node, factor: Node | None) -> Node | None:
         """The tokens that are added to the output as they are. ``index``: the router's ids, ``kept``: E for no expert."""
@@ -519,8 +520,3 @@ class RegionEmitter:
             if known.dim() == value.dim() and known.shape[:-1] == value.shape[:-1]:
                 return self.outside[old]
         return None
-
-
-def _multiplies_by_mask(node: Node) -> bool:
-    masks = (operand for operand in node.all_input_nodes if is_tensor(operand) and not is_float(operand))
-    return operation(node) in ("mul", "mul_") and any(masks)

@@ -155,11 +155,7 @@ class WeightEmitter:
         return self.captured.tensor_of(self._groups.get(base, (base,))[0])
 
     def _read(self, name: str, bases: list[str], experts: int) -> Node:
-        """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter per expert.
-
-        Raises:
-            Refuse: these have several dtypes.
-        """
+        """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter per expert."""
         if bases[0] in self._groups:
             paths = [path for base in bases for path in self._groups[base]]
             if len({self.captured.tensor_of(path).dtype for path in paths}) > 1:

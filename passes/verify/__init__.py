@@ -99,9 +99,10 @@ class _Verification:
     ) -> None:
         self.block, self.rewritten, self.example, self.settings = block, rewritten, example, settings
         widths = {size for weight in _expert_weights(block, rewritten) for size in weight.shape[-2:]}
-        self.inputs = FreshInputs(*example, _num_experts(block, rewritten), widths)
+        self.inputs = FreshInputs(*example, rewritten.num_experts, widths)
         self.inputs.asked = self._asked()
-        self.own = _own_dtype(block)
+        floating = (parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
+        self.own = next(floating, torch.get_default_dtype())
 
     def result(self, started: float) -> VerificationResult:
         """Of all cases. ``started``: when, by `time.perf_counter`."""
@@ -174,11 +175,6 @@ class _Verification:
         with _installed(copied, _for_dtype(self.rewritten, torch.float64)) as forward:
             outcome = Comparison(subject, forward, self.inputs, self.settings, ()).original_of(raised)
         return None if isinstance(outcome, Exception) else outcome
-
-
-def _own_dtype(block: nn.Module) -> torch.dtype:
-    floating = (parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
-    return next(floating, torch.get_default_dtype())
 
 
 def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
@@ -276,26 +272,12 @@ def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settin
     return f"the example has one token, and with more tokens nothing could be compared ({'; '.join(details[:1])})"
 
 
-def _num_experts(block: nn.Module, rewritten: RewrittenBlock) -> int | None:
-    """The number of experts by the rewrite, else by the packed lists, or by the stacked weights that the graph reads."""
-    if rewritten.num_experts is not None:
-        return rewritten.num_experts
-    if rewritten.packed:
-        return len(rewritten.packed[0].parts[0])
-    lengths = [weight.shape[0] for weight in _stacked_weights(block, rewritten)]
-    return max(set(lengths), key=lengths.count) if lengths else None
-
-
 def _expert_weights(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.Tensor, ...]:
     listed = (path for weight in rewritten.packed for part in weight.parts for path in part)
     found = [at(block, path) for path in listed]
-    return *(value for value in found if isinstance(value, torch.Tensor)), *_stacked_weights(block, rewritten)
-
-
-def _stacked_weights(block: nn.Module, rewritten: RewrittenBlock) -> list[torch.Tensor]:
-    """The three-dimensional tensors that the graph reads."""
     read = [at(block, str(node.target)) for node in rewritten.graph.nodes if node.op == "get_attr"]
-    return [value for value in read if isinstance(value, torch.Tensor) and value.dim() == 3]
+    stacked = (value for value in read if isinstance(value, torch.Tensor) and value.dim() == 3)
+    return *(value for value in found if isinstance(value, torch.Tensor)), *stacked
 
 
 def _chosen_by_none(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.Tensor, ...]:

@@ -78,9 +78,8 @@ def lost_precision(
     wanted = exact() if apart[0] > _CLOSE else None
     if wanted is None:
         return ""
-    wanted = replace(
-        wanted, values={name: _like(value, original.values.get(name)) for name, value in wanted.values.items()}
-    )
+    dtypes = {name: value.dtype for name, value in original.values.items()}
+    wanted = replace(wanted, values={name: v.to(dtypes.get(name, v.dtype)) for name, v in wanted.values.items()})
     near, far = sorted(_apart(wanted, one)[0] for one in (original, other))
     if far <= _MORE * max(near, _UNIT):
         return ""
@@ -91,10 +90,6 @@ def _apart(one: Outcome, two: Outcome) -> tuple[float, str]:
     """How far the values of two outcomes are apart, relative to their scale, and the one that is furthest."""
     found = difference(*(replace(each, facts={}, gradients={}) for each in (one, two)))
     return (0.0, "") if found.reason else (found.forward, found.worst_value)
-
-
-def _like(value: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    return value if other is None else value.to(other.dtype)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hexa_fx
 from hexa_fx.capture import capture
-from hexa_fx.passes.cover.coverage import leaves_out_sentinels
+from hexa_fx.passes.cover import leaves_out_sentinels
 from hexa_fx.passes.detect.graph import descendants, operation
 from tests.zoo.compare import compare
 

@@ -183,7 +183,7 @@ def test_one_wrong_expert_of_many_is_found(moe, make):
     if make == "list":
         result = verify_block(ListMoE(MANY), list_rewritten(True, moe, MANY), example())
     else:
-        result = verify_block(StackedExperts(MANY), stacked_rewritten(moe), routing(6, num_experts=MANY))
+        result = verify_block(StackedExperts(MANY), stacked_rewritten(moe, MANY), routing(6, num_experts=MANY))
     assert failing(result) == {"one expert without tokens"} or (
         moe in SHOWN_EARLIER and result.cases[0].outcome == "equal"
     )
@@ -198,7 +198,7 @@ class OnlyFew(StackedExperts):
 
 
 def test_a_block_that_takes_no_more_tokens_is_compared_on_those_it_takes():
-    result = verify_block(OnlyFew(MANY), stacked_rewritten(), routing(6, num_experts=MANY))
+    result = verify_block(OnlyFew(MANY), stacked_rewritten(num_experts=MANY), routing(6, num_experts=MANY))
     assert result.ok, result.reason
     assert {case.name: case.outcome for case in result.cases}["one expert without tokens"] == "equal"
 

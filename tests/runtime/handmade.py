@@ -149,10 +149,11 @@ def list_rewritten(
         InputGuard("hidden", "tensor", dtype=torch.float32, ndim=3),
         InputGuard("scale", "constant", value=None),
     )
-    return RewrittenBlock("layers.0.moe", graph, list_packed(num_experts), guards, training=train)
+    given = "layers.0.moe", graph, list_packed(num_experts), guards
+    return RewrittenBlock(*given, training=train, num_experts=num_experts)
 
 
-def stacked_rewritten(moe: Callable[..., torch.Tensor] = dense_moe) -> RewrittenBlock:
+def stacked_rewritten(moe: Callable[..., torch.Tensor] = dense_moe, num_experts: int = E) -> RewrittenBlock:
     graph = torch.fx.Graph()
     inputs = [graph.placeholder(name) for name in ("x", "index", "weights")]
     weights = [graph.get_attr(name) for name in ("gate_up", "down")]
@@ -162,7 +163,7 @@ def stacked_rewritten(moe: Callable[..., torch.Tensor] = dense_moe) -> Rewritten
         InputGuard("index", "tensor", dtype=torch.int64, ndim=2),
         InputGuard("weights", "tensor", dtype=torch.float32, ndim=2),
     )
-    return RewrittenBlock("experts", graph, (), guards)
+    return RewrittenBlock("experts", graph, (), guards, num_experts=num_experts)
 
 
 def routing(tokens: int, seed: int = 0, num_experts: int = E) -> tuple[Any, ...]:

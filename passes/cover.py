@@ -5,6 +5,8 @@ lost. So the recorded operations are walked backwards from the region's output, 
 outputs on their way to the tokens, what experts compute, the rows that they are given, factors, and what selects rows. A walk ends
 where the rewritten graph reads the recorded value: the tokens, the routing, the experts' weights. What else a walk meets is lost:
 an input, a mask, a buffer, or an operation that changes values.
+
+Matches are looked for until nothing is lost: on other values of what has no effect, and with experts of any form.
 """
 
 from __future__ import annotations
@@ -12,19 +14,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.fx import Node
 
 from hexa_fx import operations as ops
-from hexa_fx.capture import record_of
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.record import Replacements
+from hexa_fx.errors import CaptureError
+from hexa_fx.ir import Refusal
+from hexa_fx.observers import announced
 from hexa_fx.operations import kind, operation
+from hexa_fx.passes.detect import Form, MoEMatch, detect_block
 from hexa_fx.passes.detect.decisions import is_size
 from hexa_fx.passes.detect.graph import adds_dimension, ancestors, descendants, is_float, is_tensor, literals, twins
-from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.steps import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
-from hexa_fx.passes.detect.tags import Tag
+from hexa_fx.passes.detect.rules import constant
+from hexa_fx.passes.detect.steps import FreeBody, OfExpert, Product, RowFactor, TokenRows
+from hexa_fx.passes.detect.tags import Tag, expert_groups, tag
+from hexa_fx.passes.detect.verdict import Refuse
 
 
 def is_constant(node: Node) -> bool:
@@ -144,27 +153,16 @@ class Lost:
     routed: bool = False
 
 
-def uncovered(match: MoEMatch, tags: Mapping[Node, Tag], replaced: frozenset[Node] = frozenset()) -> tuple[Lost, ...]:
-    """What the region of ``match`` would lose, in recorded order.
-
-    Args:
-        match: the region.
-        tags: of its graph.
-        replaced: values that were changed in the recorded run, so that they have an effect there.
-    """
-    return _Walk(match, tags, replaced).run()
-
-
 @dataclass
 class _Walk:
+    """Finds what a region would lose; values that were ``replaced`` in the recorded run have an effect there."""
+
     match: MoEMatch
     tags: Mapping[Node, Tag]
     replaced: frozenset[Node]
     lost: dict[Node, Lost] = field(default_factory=dict)
     seen: set[tuple[Role, Node]] = field(default_factory=set)
     todo: list[tuple[Role, Node]] = field(default_factory=list)
-    emitted: set[Node] = field(default_factory=set)
-    """What is made of single experts' parameters, and computed as recorded."""
 
     def __post_init__(self) -> None:
         match = self.match
@@ -187,12 +185,15 @@ class _Walk:
         self.from_source = descendants([match.source])
 
     def run(self) -> tuple[Lost, ...]:
+        """In recorded order."""
         self.todo.append(("outputs", self.match.output))
         for node in ancestors([self.match.output]):
             if not self.tags[node].weight and self.twin[node] not in self.behind_read:
                 self._also("weights", self._parameters_in(node))
-        if isinstance(self.match.body, FreeBody):
-            self._runs(self.match.body)
+        if isinstance(body := self.match.body, FreeBody):  # steps are emitted; what they are given is asked for
+            for node, part in body.steps.items():
+                if isinstance(part, (TokenRows, RowFactor)):
+                    self._also("rows" if isinstance(part, TokenRows) else "factor", body.runs[node])
         else:
             self.todo += [("hidden", data) for data in self.ends.values()]
             self.todo += [("rows", c.data) for instance in self.match.instances for c in instance.first]
@@ -204,16 +205,6 @@ class _Walk:
             getattr(self, f"_{role}")(node)
         order = {node: place for place, node in enumerate(self.match.captured.graph.nodes)}
         return tuple(sorted(self.lost.values(), key=lambda item: order[item.node]))
-
-    def _runs(self, body: FreeBody) -> None:
-        """Steps are emitted; what they are given is asked for."""
-        for node, role in body.steps.items():
-            if isinstance(role, TokenRows):
-                self._also("rows", body.runs[node])
-            elif isinstance(role, RowFactor):
-                self._also("factor", body.runs[node])
-            elif isinstance(role, FromExpert):
-                self.emitted |= {*body.runs[node]}
 
     def _also(self, role: Role, nodes: Iterable[Node]) -> None:
         self.todo += [(role, node) for node in nodes]
@@ -339,7 +330,7 @@ class _Walk:
     def _weights(self, node: Node) -> None:
         """The experts' parameters on their way to what reads them: the rewritten graph reads them as they are."""
         moved = ops.moves(node) or ops.makes(node) or not (is_tensor(node) and node.op.startswith("call"))
-        if moved or node in self.emitted:
+        if moved:
             self._also("weights", self._parameters_in(node))
         else:
             self._lose(node, "weights")
@@ -390,3 +381,161 @@ def _views_behind(node: Node) -> list[Node]:
         node = node.args[0]
         found.append(node)
     return found
+
+
+# -- until nothing is lost ----------------------------------------------------------------------------------------------
+
+Found: TypeAlias = tuple[MoEMatch | Refusal, tuple[Lost, ...]]
+
+_MOST = 12
+"""Values that are changed at most."""
+
+
+def detect_all(record: Callable[[Replacements], CapturedBlock], prefer_earliest: bool = False) -> MoEMatch | Refusal:
+    """`detect` on a recorded run, so that nothing is lost; a refusal that names what would be lost if that cannot be.
+
+    Args:
+        record: runs the block with other values for what has no effect on the example.
+        prefer_earliest: as in `detect`.
+    """
+    look = partial(_announced, prefer_earliest=prefer_earliest)
+    found, first = _covered(record, look, lambda item: True)
+    if isinstance(found, Refusal) and first is not None and any(item.routed for item in first[1]):
+        again, _ = _covered(record, look, lambda item: not item.routed)
+        found = again if isinstance(again, MoEMatch) else found
+    return found
+
+
+def _covered(
+    record: Callable[[Replacements], CapturedBlock], look: Callable[..., Found], counts: Callable[[Lost], bool]
+) -> tuple[MoEMatch | Refusal, tuple[Refusal, tuple[Lost, ...]] | None]:
+    """The match that loses nothing that counts, or a refusal; and what was lost at first, if anything, with a refusal for that."""
+    first: tuple[Refusal, tuple[Lost, ...]] | None = None
+    replacements: Replacements | None = Replacements()
+    start: CapturedBlock | None = None
+    while replacements is not None:
+        try:
+            captured = record(replacements)
+        except CaptureError:
+            if start is None:
+                raise
+            break
+        start = start or captured
+        found, all_lost = look(captured, replacements)
+        lost = tuple(filter(counts, all_lost))
+        if not lost and (isinstance(found, MoEMatch) or first is None):
+            return found, first
+        if not lost:
+            break
+        first = first or (_refusal(captured, lost[0]), lost)
+        replacements = replaced(replacements, captured, lost) if len(replacements) < _MOST else None
+    assert start is not None
+    assert first is not None
+    found, all_lost = look(start, Replacements(), form="free")
+    return (found if isinstance(found, MoEMatch) and not any(map(counts, all_lost)) else first[0]), first
+
+
+def _announced(captured: CapturedBlock, replacements: Replacements, prefer_earliest: bool, form: Form = "any") -> Found:
+    """The match, with what it loses."""
+    active = _replaced_nodes(captured, replacements)
+    with announced("detect", captured.graph) as done:
+        found = detect_block(captured, prefer_earliest, form)
+        tags = tag(captured, expert_groups(captured.named_tensors()))
+        regions = () if isinstance(found, Refusal) else found.regions
+        lost = tuple(item for region in regions for item in _Walk(region, tags, active).run())
+        said = _refusal(captured, lost[0]) if lost else found
+        done.note = f"refused: {said.reason}" if isinstance(said, Refusal) else said.idiom
+    return found, lost
+
+
+def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> frozenset[Node]:
+    names = {*replacements.arguments, *replacements.held}
+    return frozenset(
+        node
+        for node in captured.graph.nodes
+        if record_of(node).number in replacements.results
+        or (node.op in ("placeholder", "get_attr") and node.target in names)
+    )
+
+
+_REASONS = {
+    "outputs": "{} is applied to what experts give, and would be lost",
+    "added": "{} is added to what experts give, and would be lost",
+    "hidden": "{} is part of what experts compute, and would be lost",
+    "rows": "{} is applied to what experts are given, and would be lost",
+    "factor": "{} is part of a factor on what experts give or are given, and would be lost",
+    "weights": "{} is applied to parameters of the experts before these are read, and would be lost",
+    "select": "{} has a part in which tokens an expert is given, and would be lost",
+}
+
+
+def _refusal(captured: CapturedBlock, lost: Lost) -> Refusal:
+    name = operation(lost.node)
+    place = next(iter(lost.node.users), lost.node) if lost.node.op == "placeholder" else lost.node
+    if name in captured.constants:
+        try:
+            constant(captured, lost.node)
+        except Refuse as found:
+            return found.at(captured.path)
+        name = "a tensor that is made anew of plain numbers"
+    return Refusal(captured.path, _REASONS[lost.role].format(name), record_of(place).location)
+
+
+def replaced(replacements: Replacements, captured: CapturedBlock, lost: Iterable[Lost]) -> Replacements | None:
+    """``replacements`` and new values for what is lost: masks with zeros, scales other than one, comparisons that some rows fail,
+    other factors (those of a softmax over scores far apart are exactly one).
+
+    None if nothing of it can be given other values.
+    """
+    arguments, held, results = dict(replacements.arguments), dict(replacements.held), dict(replacements.results)
+    for item in lost:
+        node = item.node
+        value, number = record_of(node).value, record_of(node).number
+        if not is_tensor(node) or not value.numel():
+            continue
+        if node.op == "placeholder":
+            new, known = _mask_like(value), arguments
+        elif node.op == "get_attr" and str(node.target) not in captured.constants:
+            new, known = _scale_like(value) if value.is_floating_point() else _mask_like(value), held
+        elif node.op.startswith("call") and number not in results and not record_of(node).writes:
+            if value.dtype == torch.bool:
+                # One that fails at some of the places where it holds; or that holds at some if it holds nowhere.
+                results[number] = value & ~_chosen(value) if bool(value.any()) else _chosen(value)
+            elif value.is_floating_point() and item.role in ("factor", "select"):
+                results[number] = _scale_like(value)
+            continue
+        else:
+            continue
+        if new is not None:
+            known[str(node.target)] = new
+    found = Replacements(arguments, held, results)
+    return found if len(found) > len(replacements) else None
+
+
+def _chosen(value: torch.Tensor) -> torch.Tensor:
+    """A quarter of the places at random, at least one; none of a single one."""
+    count = max(1, value.numel() // 4) if value.numel() > 1 else 0
+    order = torch.randperm(value.numel(), generator=torch.Generator().manual_seed(value.numel()), device="cpu")
+    chosen = torch.zeros(value.numel(), dtype=torch.bool, device="cpu")
+    chosen[order[:count]] = True
+    return chosen.reshape(value.shape).to(value.device)
+
+
+def _mask_like(value: torch.Tensor) -> torch.Tensor | None:
+    """A mask of one number, with the other number at some places."""
+    first = value.flatten()[0]
+    if not bool((value == first).all()) or value.is_complex():
+        return None
+    other = (
+        ~first if value.dtype == torch.bool else torch.zeros_like(first) if bool(first != 0) else torch.ones_like(first)
+    )
+    return torch.where(_chosen(value), other, value)
+
+
+def _scale_like(value: torch.Tensor) -> torch.Tensor:
+    """Numbers between a half and three halves of the scale, none of them one."""
+    noise = torch.rand(
+        value.shape, generator=torch.Generator().manual_seed(value.numel() + 1), dtype=torch.float64, device="cpu"
+    )
+    factor = (0.5 + noise * 0.45 + (noise > 0.5)).to(value)
+    return value * factor if bool((value != 0).all()) else value + factor / 8
