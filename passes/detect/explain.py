@@ -14,6 +14,7 @@ from hexa_fx.capture.overlooked import UNCHOSEN
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.combine import APART
+from hexa_fx.passes.detect.free import INSIDE
 from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.projections import MIXED
 from hexa_fx.passes.detect.rules import given_inside
@@ -51,7 +52,11 @@ def explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
         return given
     odd = odd or _hooks_on_experts(block, groups)
     uneven = _uneven(captured) if refusal.reason == MIXED else None
-    known = shared_by_some(parameters) or uneven or (f"{odd} ({refusal.reason})" if odd else None)
+    known = (
+        shared_by_some(parameters)
+        or uneven
+        or (f"{odd} ({refusal.reason})" if odd and refusal.reason != INSIDE else None)
+    )
     elsewhere = isinstance(refusal, NoRouting) and not known and not chooses(captured)
     return Refuse(known or refusal.reason, refusal.node, elsewhere)
 

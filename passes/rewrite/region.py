@@ -504,8 +504,10 @@ class RegionEmitter:
             emitted = [self.outside[size] if isinstance(size, Node) else size for size in leading]
             return self.graph.call_method("reshape", (result, *emitted, value.shape[-1]))
         like = self._same_leading(value) if leading is None else self.outside[leading]
-        if like is None:  # one group of all tokens: (1, T, D)
-            return self.graph.call_method("reshape", (result, *[1] * (value.dim() - 2), -1, value.shape[-1]))
+        if like is None:  # one group of all tokens, (1, T, D), or a row each, (T, 1, D)
+            rows = max(reversed(range(value.dim() - 1)), key=lambda dim: value.shape[dim])
+            ones = [-1 if dim == rows else 1 for dim in range(value.dim() - 1)]
+            return self.graph.call_method("reshape", (result, *ones, value.shape[-1]))
         sizes = [self.graph.call_method("size", (like, d)) for d in range(value.dim() - 1)]
         return self.graph.call_method("reshape", (result, *sizes, value.shape[-1]))
 

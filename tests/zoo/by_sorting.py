@@ -39,6 +39,16 @@ class SplitByCounts(nn.Module):
         return zeros.index_add(0, batch_index, outputs).view(bsz, length, emb_size)
 
 
+class SplitOfChosen(SplitByCounts):
+    """A list of the weights of those experts alone that have rows, as in the axolotl fork's grouped experts."""
+
+    def parallel_linear(self, inputs: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        chosen = torch.tensor(sizes).nonzero().flatten()
+        counts = torch.tensor(sizes).index_select(0, chosen).tolist()
+        pieces = zip(inputs.split(counts), weights.index_select(0, chosen), strict=True)
+        return torch.cat([piece @ matrix.T for piece, matrix in pieces])
+
+
 class ArgsortSplitUnsort(Mixture):
     def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         order = torch.argsort(indices.reshape(-1), stable=True)
@@ -274,6 +284,7 @@ GROUPED = (torch.float32,)
 
 VARIANTS = (
     variant("sorted_split_counts", SplitByCounts, "split(counts.tolist()) twice, shared elementwise code between"),
+    variant("sorted_split_of_chosen", SplitOfChosen, "the same with the weights of those experts alone that have rows"),
     variant("sorted_argsort_unsort", ArgsortSplitUnsort, "argsort, split, cat, inverse permutation", make_expert=MLP),
     variant("sorted_argsort_unsort_gated", ArgsortSplitUnsort, "the same with gated experts"),
     variant("sorted_cumsum_slices", CumsumSlices, "bincount and cumsum slices, slice writes into empty_like"),

@@ -306,10 +306,24 @@ def of_sevens(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tupl
     return hidden_states(batch, seq, dtype, seed) if (batch, seq) == (2, 7) else hidden_states(1, 14 * seq, dtype, seed)
 
 
+class OneNumberEach(Inner):
+    """Products with columns; an expert gives its token one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = weight(E, 1, I)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = self.gate(x).argmax(-1)
+        hidden = torch.bmm(self.up[number], x.unsqueeze(-1)).relu()
+        return x + torch.bmm(self.down[number], hidden).squeeze(-1)
+
+
 VARIANTS = (
     variant("sorted_index_select", IndexSelect, "weights of single rows by index_select", inputs=flat_tokens),
     variant("dense_addcmul", Addcmul, "added up by addcmul_", inputs=flat_tokens),
     variant("dense_embedding_bag", EmbeddingBag, "rows of all experts, added up by embedding_bag", inputs=flat_tokens),
+    variant("sorted_columns_of_one", OneNumberEach, "columns of one number each", inputs=flat_tokens),
     variant("loop_inner", Inner, "products by torch.inner", inputs=flat_tokens),
     variant("one_token_mv", MatrixVector, "products by mv", inputs=flat_tokens),
     variant("router_topk_of_tokens", AtMostAsManyAsTokens, "topk(min(k, number of tokens))", inputs=flat_tokens),
