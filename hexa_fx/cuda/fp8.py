@@ -7,7 +7,7 @@ that a launch follows from sizes alone.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,29 +145,23 @@ def ess_fp8(o: table.EssFp8) -> Tensor:
     return y
 
 
-class Results(NamedTuple):
-    """Of `hexa_fx.ops.table_fp8.EsmmActBackwardFp8`; None for those that are not wanted."""
-
-    dh: Tensor | None
-    dhs: Tensor | None
-    dh_t: Tensor | None
-    dhs_t: Tensor | None
-    a_t: Tensor | None
-    at_scales: Tensor | None
-    dots: Tensor | None
+_RESULTS = ("dh", "dhs", "dh_t", "dhs_t", "a_t", "at_scales", "dots")
+"""Of `hexa_fx.ops.table_fp8.EsmmActBackwardFp8`."""
 
 
 @product
-def activation_gradient(o: table.EsmmActBackwardFp8, into: Results) -> None:
+def activation_gradient(o: table.EsmmActBackwardFp8, into: list[Tensor | None]) -> None:
     """One launch: every group of 128 rows of an expert x 128 columns is read once.
 
-    Of the operands dy is the gradient of a, (n, I') in bfloat16, and routing weights are float32 by slot.
+    Of the operands dy is the gradient of a, (n, I') in bfloat16, and routing weights are float32 by slot; of the results those that
+    are not wanted are None.
     """
     da, (n, width), experts = o.dy, o.dy.shape, o.offs.shape[0] - 1
     static: dict[str, Any] = {"activation": o.activation, "glu": table.glu_of(o.gated)}
     spec = KernelSpec(ACTIVATE, "activate_backward", _converting(da), **static)
     grid = (group_count(n, experts), ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
-    given = {"da": da, "h": o.h, "hs": o.hs, "weights": o.top_k_weights, "v": o.v, "offs": o.offs, **into._asdict()}
+    given = {"da": da, "h": o.h, "hs": o.hs, "weights": o.top_k_weights, "v": o.v, "offs": o.offs}
+    given |= dict(zip(_RESULTS, into, strict=True))
     constants = constants_of(o.activation, o.params)
     launch(da, spec, grid, **given, experts=experts, columns=width, act_params=constants)
 
@@ -321,7 +315,7 @@ def esmm_act_backward_fp8(o: table.EsmmActBackwardFp8) -> tuple[Tensor, ...]:
         if o.needs[-1]:
             planning_of(da).run(Tensor.zero_, results[-1])
         given = o._replace(dy=da, top_k_weights=weights)
-        activation_gradient(given, into=Results(*[t if t.numel() else None for t in results]))
+        activation_gradient(given, into=[t if t.numel() else None for t in results])
     return results
 
 

@@ -18,6 +18,7 @@ from hexa_fx.cuda.operands import DTYPES, divided_by
 from hexa_fx.cuda.planning import Piece, TensorMap, planning_of
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ops.fixed_order import is_fixed
+from hexa_fx.ops.records import Derived
 from hexa_fx.ops.rows import columns_of, flip, row_count
 from hexa_fx.ops.table import Esmm, Estmm, LowRankGradients
 
@@ -43,15 +44,10 @@ _FEW_ROWS, _FEW_LAUNCHES = 32, 3
 class LowRank(LowRankGradients):
     """What the kernels are given. Without u only du is wanted, without a factor only dC; their layout is the factor's."""
 
-    @property
-    def op(self) -> str:
-        """Which products they give: ``esmm`` du, ``estmm`` dC, ``low_rank_gradients`` both."""
-        return "esmm" if self.u is None else "estmm" if self.factor is None else family.BOTH
-
-    @property
-    def n(self) -> int:
-        """n."""
-        return row_count(self.rows, self.v)
+    op = Derived(lambda o: "esmm" if o.u is None else "estmm" if o.factor is None else family.BOTH)
+    """Which products they give: ``esmm`` du, ``estmm`` dC, ``low_rank_gradients`` both."""
+    n = Derived(lambda o: row_count(o.rows, o.v))
+    """n."""
 
     @property
     def rank(self) -> int:

@@ -15,19 +15,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from operator import itemgetter
 from string import ascii_lowercase
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Literal,
-    NamedTuple,
-    Self,
-    TypeVar,
-    dataclass_transform,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -106,8 +94,16 @@ def index(dims: str) -> Form:
     return exactly(torch.int32, dims)
 
 
+def integers(dims: str) -> Form:
+    """Whole numbers of any width."""
+    return Form(dims, INTEGER, "integer ")
+
+
 class AtLeastOne:
     """Marks a number that is 1 or more."""
+
+
+Count: TypeAlias = Annotated[int, AtLeastOne]
 
 
 class Term(NamedTuple):
@@ -288,7 +284,7 @@ _SCHEMA: dict[Any, str] = {
 }
 
 
-@dataclass_transform(frozen_default=True)
+@typing.dataclass_transform(frozen_default=True)
 class _Record(type):
     """Makes a class a named tuple of its fields and those of its bases."""
 
@@ -341,11 +337,13 @@ class Operands(metaclass=_Record):
     def _declare(cls) -> None:
         hints = typing.get_type_hints(cls, include_extras=True)
         parts = {
-            name: get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+            name: typing.get_args(hints[name]) if typing.get_origin(hints[name]) is Annotated else (hints[name],)
             for name in cls._fields
         }
-        cls.types = {name: str if get_origin(kind) is Literal else kind for name, (kind, *_) in parts.items()}
-        cls.choices = {name: get_args(kind) for name, (kind, *_) in parts.items() if get_origin(kind) is Literal}
+        cls.types = {name: str if typing.get_origin(kind) is Literal else kind for name, (kind, *_) in parts.items()}
+        cls.choices = {
+            name: typing.get_args(kind) for name, (kind, *_) in parts.items() if typing.get_origin(kind) is Literal
+        }
         cls.counts = tuple(name for name, marks in parts.items() if AtLeastOne in marks)
         forms = ((name, form) for name, marks in parts.items() for form in marks if isinstance(form, Form))
         cls.operands = tuple(

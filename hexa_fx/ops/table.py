@@ -22,24 +22,12 @@ from torch import Tensor
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.activations import check_activation, inner_width
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import (
-    FLOATING,
-    INTEGER,
-    AtLeastOne,
-    Derived,
-    Form,
-    Operands,
-    added_to,
-    floating,
-    index,
-    numbers,
-    shape,
-)
+from hexa_fx.ops.records import FLOATING, Count, Derived, Operands, added_to, floating, index, integers, numbers, shape
 from hexa_fx.ops.rows import columns_of, row_count
 
 V: TypeAlias = Annotated[Tensor | None, index("n")]
 Offs: TypeAlias = Annotated[Tensor, index("E+1")]
-TopK: TypeAlias = Annotated[int, AtLeastOne]
+TopK: TypeAlias = Count
 Rows: TypeAlias = Annotated[Tensor, floating("n K", by="v")]
 Weight: TypeAlias = Annotated[Tensor, floating("E N K", layout="layout")]
 Bias: TypeAlias = Annotated[Tensor | None, floating("E N")]
@@ -62,8 +50,8 @@ class Reindex(Operands):
         offs: (E+1,) int32, rows of expert e are ``offs[e] .. offs[e+1]``.
     """
 
-    top_k_index: Annotated[Tensor, Form("T k", INTEGER, "integer ")]
-    num_experts: Annotated[int, AtLeastOne]
+    top_k_index: Annotated[Tensor, integers("T k")]
+    num_experts: Count
     returns = "(Tensor v, Tensor inv, Tensor offs)"
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec, Layout
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import DENSE, INTEGER, Derived, Form, Operands, experts_last, floating, numbers
+from hexa_fx.ops.records import DENSE, Derived, Operands, experts_last, floating, integers, numbers
 from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.table import Activated, Bias, gate_and_up_faults, routing_of, width_of
 from hexa_fx.ops.table_variants import check_packed, shaped_as
@@ -33,7 +33,7 @@ READ_WITH_X = frozenset({"w1", "w3", "a1", "a3"})
 
 class _Tokens(Operands):
     x: Annotated[Tensor, floating("T D")]
-    top_k_index: Annotated[Tensor, Form("T k", INTEGER, "integer ")]
+    top_k_index: Annotated[Tensor, integers("T k")]
 
 
 class Weights(Operands):

@@ -143,7 +143,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
         torch.full((n, inner // 128), 7.0),
     ]
     given = EsmmActBackwardFp8(da, None, None, None, h, hs, weights, v, offs, K, activation, gated, (), ())
-    kernels.activation_gradient(given, into=kernels.Results(*wanted))
+    kernels.activation_gradient(given, into=wanted)
     wide, glu = read_rows(h, hs), "concat" if gated else "none"
     a, share = activation_forward(wide, activation, glu, ()), weights[v.long()][:, None]
     dh = weighted_backward(da.float() * share, wide, None, activation, glu, ())[0]
@@ -159,7 +159,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
     near(wanted[6][:routed_rows], (da.float() * a).view(n, -1, 128).sum(2)[:routed_rows], 1e-3)
     assert (wanted[0][routed_rows:].float() == 7).all()
     dots = torch.full_like(wanted[6], 7.0)
-    kernels.activation_gradient(given._replace(top_k_weights=None), into=kernels.Results(*[None] * 6, dots))
+    kernels.activation_gradient(given._replace(top_k_weights=None), into=[*[None] * 6, dots])
     assert torch.equal(dots, wanted[6])
 
 
