@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 try:
-    from torch import _embedding_bag_forward_only
+    from torch import _add_batch_dim, _embedding_bag_forward_only, _remove_batch_dim
     from torch._C import (
         DisableTorchFunction,  # what hexa_fx itself computes while modes of the user's or of its own watch
         DispatchKey,  # the operators' kernels, by what called them
@@ -38,6 +38,8 @@ try:
         _ExcludeDispatchKeyGuard,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
+        _vmapmode_decrement_nesting,
+        _vmapmode_increment_nesting,
     )
     from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
     from torch._C._functorch import (
@@ -184,6 +186,15 @@ def lookup_backend(name: str) -> Callable[..., Any]:
     from torch._dynamo import lookup_backend
 
     return lookup_backend(name)
+
+
+def under_vmap(rule: Callable[..., Any], operator: OpOverload, args: tuple[Any, ...]) -> Any:
+    """Calls an operator under `torch.vmap`, whose ``rule`` takes what it says of the batch, the batched dimensions and ``args``."""
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, rule, operator, *args)
 
 
 def is_traced() -> bool:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops.cpu import multiplies_in_float32
@@ -31,6 +31,7 @@ from hexa_fx.torch_private import (
     DispatchKey,
     DispatchKeySet,
     OpOverload,
+    _add_batch_dim,
     _after_ADInplaceOrView_keyset,
     _after_autograd_keyset,
     _are_functorch_transforms_active,
@@ -39,8 +40,12 @@ from hexa_fx.torch_private import (
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    _remove_batch_dim,
+    _vmapmode_decrement_nesting,
+    _vmapmode_increment_nesting,
     is_legacy_batchedtensor,
     peek_interpreter_stack,
+    under_vmap,
     untraced,
     without_autocast,
 )
@@ -90,8 +95,8 @@ def operator(
         written = sum(form.written for form in forms)
         if written:
             _register_mutation(name, written)
-        for key in ("FuncTorchBatched", "Batched"):
-            _LIBRARY.impl(name, functools.partial(_refuse_batches, name), key)
+        else:
+            _register_batched(name, functools.partial(overload, name))
         torch.library.register_fake(f"{NAMESPACE}::{name}", functools.partial(_fake, name, record), lib=_LIBRARY)
         if not differentiable:
             _refuse_double_backward(name)
@@ -380,12 +385,44 @@ def _autocast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if number else value
 
 
-def _refuse_batches(name: str, *_: Any) -> Any:
-    """What `torch.vmap`, and the older one of torch.autograd, get: no rule of theirs could follow kernels into their own memory."""
-    raise InputError(
-        f"hexa::{name} gives one gradient at a time: is_grads_batched=True, jacobian(vectorize=True) and torch.vmap around a "
-        "backward do not reach through it; ask for each gradient by itself, or run the original module (hexa_fx.undo_)"
-    )
+def _register_batched(name: str, overload: Callable[[], OpOverload]) -> None:
+    """Registers rules for `torch.vmap` and for the older one of torch.autograd: one call for each sample.
+
+    Blocks run their own code in a forward under a transform. What comes here is a backward of many gradients at once
+    (``torch.autograd.grad(..., is_grads_batched=True)``, ``torch.autograd.functional.jacobian(..., vectorize=True)``, or a
+    `torch.vmap` around ``torch.autograd.grad``): kernels write into memory of their own, which no batching rule of torch's can
+    follow.
+    """
+    for key, kernel in {"FuncTorchBatched": _under_vmap, "Batched": _under_autograds}.items():
+        _LIBRARY.impl(name, functools.partial(kernel, overload), key, with_keyset=True)
+
+
+def _under_vmap(overload: Callable[[], OpOverload], _keyset: DispatchKeySet, *args: Any) -> Any:
+    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        leaves, spec = tree_flatten(args)
+        results = _each(overload(), leaves, tree_flatten(dims)[0], info.batch_size, spec)
+        return results, tree_map(lambda _: 0, results)
+
+    return under_vmap(rule, overload(), args)
+
+
+def _under_autograds(overload: Callable[[], OpOverload], _keyset: DispatchKeySet, *args: Any) -> Any:
+    level = _vmapmode_increment_nesting() - 1
+    _vmapmode_decrement_nesting()
+    leaves, spec = tree_flatten(args)
+    dims = [0 if isinstance(leaf, Tensor) and is_legacy_batchedtensor(leaf) else None for leaf in leaves]
+    leaves = [leaf if dim is None else _remove_batch_dim(leaf, level, 1, 0) for leaf, dim in zip(leaves, dims)]
+    size = next(len(leaf) for leaf, dim in zip(leaves, dims) if dim is not None)
+    return tree_map(lambda found: _add_batch_dim(found, 0, level), _each(overload(), leaves, dims, size, spec))
+
+
+def _each(overload: OpOverload, leaves: Sequence[Any], dims: Sequence[int | None], size: int, spec: Any) -> Any:
+    """The results of all samples, stacked in their first dimension."""
+    found = []
+    for number in range(size):
+        sample = [leaf if dim is None else leaf.select(dim, number) for leaf, dim in zip(leaves, dims)]
+        found.append(overload(*tree_unflatten(sample, spec)))
+    return tree_map(lambda *same: torch.stack(same), *found)
 
 
 class DirectFunction(torch.autograd.Function):

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx import ops
 from hexa_fx.errors import InputError
-from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.library import DirectFunction
 
 
@@ -36,22 +34,6 @@ def test_it_is_an_autograd_function() -> None:
 def test_transforms_are_refused() -> None:
     with pytest.raises(InputError, match=r"torch\.func"):
         torch.func.vmap(lambda x: Doubled.apply(x, 2.0))(torch.ones(2, 3))
-
-
-@pytest.mark.parametrize("by", ["esmm", "moe_ffn"])
-def test_many_gradients_at_once_are_refused(by: str) -> None:
-    x, w = torch.randn(4, 3, requires_grad=True), torch.randn(2, 3, 3)
-    if by == "esmm":
-        y = torch.ops.hexa.esmm(x, w, None, None, torch.tensor([0, 2, 4], dtype=torch.int32), 1, "nk")
-    else:
-        y = ops.moe_ffn(
-            x, torch.tensor([[0], [1], [1], [0]]), None, w, None, None, None, w, None, FfnSpec("relu", "none")
-        )
-    many = torch.randn(5, *y.shape)
-    with pytest.raises(InputError, match="one gradient at a time"):
-        torch.autograd.grad(y, x, many, retain_graph=True, is_grads_batched=True)
-    with pytest.raises(InputError, match="one gradient at a time"):
-        torch.vmap(lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(many)
 
 
 def test_what_a_transform_left_over_has_the_same_values() -> None:

@@ -389,14 +389,16 @@ def test_options(option):
         assert torch.equal(made(x)[:5], made(x[:5]))
 
 
-def test_second_derivatives_are_given():
+def test_many_gradients_and_second_derivatives_are_given():
     own, made, x = pair(bias=True)
     results = []
     for model in (own, made):
         given = x.clone().requires_grad_()
+        directions = torch.randn(3, TOKENS, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         wanted = [given, *model.experts[3].parameters()]
+        many = torch.autograd.grad(model(given), wanted, directions, is_grads_batched=True)
         (first,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
-        results.append(torch.autograd.grad(first.square().sum(), wanted, allow_unused=True))
+        results.append((*many, *torch.autograd.grad(first.square().sum(), wanted, allow_unused=True)))
     torch.testing.assert_close(*results)
 
 
