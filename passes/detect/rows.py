@@ -330,7 +330,7 @@ def _orders(instances: Sequence[Instance], replay: Replay) -> dict[Node, torch.T
     found = dict(turned)
     columns = list(zip(*([contraction.node for contraction in run.first] for run in instances)))
     for starts in columns:
-        others = (node for column in columns if column is not starts for node in column)
+        others = [node for column in columns if column is not starts for node in column] if moved else []
         fixed = {node: _row(node, replay).expand_as(_rows(replay.value(node), node)) for node in others}
         origins = _origins(starts, given, fixed, replay) if moved else {}
         for start, data in zip(starts, given):
