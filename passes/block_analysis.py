@@ -69,6 +69,16 @@ class BlockAnalysis:
         return replace(self, refusal=replace(self.refusal, location=written_at(block)))
 
     @property
+    def asks_for_gradients(self) -> bool:
+        return self.rewritten is not None and any(guard.requires_grad is not None for guard in self.rewritten.guards)
+
+    def holds(self, block: nn.Module) -> bool:
+        """Whether a block gives what was read, and is in the mode, if the code asks for it."""
+        if self.training is None:
+            return holds(block, [read for read in self.reads if read.steps[-1] != "training"])
+        return bool(block.training) is self.training and holds(block, self.reads)
+
+    @property
     def elsewhere(self) -> bool:
         """Whether it is refused because code around it gives tokens to experts."""
         return self.refusal is not None and self.refusal.elsewhere
@@ -94,9 +104,7 @@ _Known = dict[Hashable, list[tuple[list[bool], BlockAnalysis]]]
 class StructureCache:
     """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read.
 
-    Args:
-        part: path in the model of the part that is analysed; analyses are kept by their paths in the model.
-        but: see `but`.
+    ``part``: path in the model of the part that is analysed; analyses are kept by their paths in the model.
     """
 
     def __init__(self, part: str = "", but: Collection[int] = (), known: _Known | None = None) -> None:
@@ -113,9 +121,9 @@ class StructureCache:
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
         alike, wanted = self._known.get(_key(observation), ()), _wanted(observation)
-        takes = (known for before, known in alike if before == wanted or not _asks_for_gradients(known))
+        takes = (known for before, known in alike if before == wanted or not known.asks_for_gradients)
         takes = (known for known in takes if known.rewritten is None or id(known.rewritten.reads) not in self._but)
-        return next((known for known in takes if _holds(observation.module, known)), None)
+        return next((known for known in takes if known.holds(observation.module)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
         kept = replace(analysis, path=inside(self._part, analysis.path))
@@ -137,18 +145,6 @@ def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
 def _wanted(observation: Observation) -> list[bool]:
     leaves = tree_leaves((observation.args, observation.kwargs))
     return [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _asks_for_gradients(analysis: BlockAnalysis) -> bool:
-    made = analysis.rewritten
-    return made is not None and any(guard.requires_grad is not None for guard in made.guards)
-
-
-def _holds(block: nn.Module, known: BlockAnalysis) -> bool:
-    """Whether a block gives what was read, and is in the mode, if the code asks for it."""
-    if known.training is None:
-        return holds(block, [read for read in known.reads if read.steps[-1] != "training"])
-    return bool(block.training) is known.training and holds(block, known.reads)
 
 
 def _key(observation: Observation) -> Hashable:

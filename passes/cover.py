@@ -394,9 +394,7 @@ _MOST = 12
 def detect_all(record: Callable[[Replacements], CapturedBlock], prefer_earliest: bool = False) -> MoEMatch | Refusal:
     """`detect` on a recorded run, so that nothing is lost; a refusal that names what would be lost if that cannot be.
 
-    Args:
-        record: runs the block with other values for what has no effect on the example.
-        prefer_earliest: as in `detect`.
+    ``record``: runs the block with other values for what has no effect on the example.
     """
     look = partial(_announced, prefer_earliest=prefer_earliest)
     found, first = _covered(record, look, lambda item: True)

@@ -156,15 +156,12 @@ def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict
         elif node.op == "get_attr":
             known[node] = captured.value_of(target)
         elif node.op == "call_module" and target in packed:
-            known[node] = _packed_value(captured, packed[target].parts)
+            parts = packed[target].parts
+            first, *others = (of_numbers(captured.tensor_of(part[0])) for part in parts)
+            rows = [sum(part.shape[0] for part in (first, *others))] if others else first.shape[:1]
+            known[node] = torch.empty((len(parts[0]), *rows, *first.shape[1:]), dtype=first.dtype, device="meta")
         elif "call" in node.meta:
             known[node] = torch.fx.map_arg(calls[node.meta["call"]].output, lambda n: record_of(n).value)
         elif node.meta.get("from") in recorded:
             sources[node] = recorded[node.meta["from"]]
     return values_on_meta(rewritten.graph, {node: like_meta(value) for node, value in known.items()}, sources)
-
-
-def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
-    first, *others = (of_numbers(captured.tensor_of(part[0])) for part in parts)
-    rows = [sum(part.shape[0] for part in (first, *others))] if others else first.shape[:1]
-    return torch.empty((len(parts[0]), *rows, *first.shape[1:]), dtype=first.dtype, device="meta")

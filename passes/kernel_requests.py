@@ -52,12 +52,7 @@ def kernels_requested(compute: str) -> Iterator[None]:
 
 
 def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training: bool) -> None:
-    """Requests what a block on a CUDA device launches, if `kernels_requested`. Returns at once.
-
-    Args:
-        captured, rewritten: the block.
-        training: whether for training too.
-    """
+    """Requests what a block on a CUDA device launches, for ``training`` too, if `kernels_requested`. Returns at once."""
     device, compute = device_of(captured.block), _wanted.get()
     if device is None or not compute:
         return

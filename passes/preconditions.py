@@ -83,12 +83,9 @@ def is_elsewhere(block: nn.Module) -> bool:
     if any("_hf_hook" in vars(module) for module in modules_of(block)):
         return True
     parameters = named_tensors(block, "_parameters").values()
-    return any(p.is_meta or type(p.data).__name__ == "DTensor" or _is_freed(p) for p in parameters)
-
-
-def _is_freed(parameter: torch.Tensor) -> bool:
-    """FSDP1 leaves a storage without bytes, DeepSpeed's ZeRO-3 a tensor without elements."""
-    return type(parameter) is nn.Parameter and parameter.untyped_storage().size() == 0
+    # FSDP1 leaves a storage without bytes, DeepSpeed's ZeRO-3 a tensor without elements.
+    freed = (type(p) is nn.Parameter and p.untyped_storage().size() == 0 for p in parameters)
+    return any(p.is_meta or type(p.data).__name__ == "DTensor" for p in parameters) or any(freed)
 
 
 def why_not_finite(block: nn.Module) -> str:

@@ -21,14 +21,7 @@ def rank_among_equals(keys: torch.Tensor) -> torch.Tensor:
 
 
 def ranks_of_choices(ids: torch.Tensor, order: Order) -> torch.Tensor:
-    """For every choice of a router, how many choices of the same expert come before it in ``order``.
-
-    Args:
-        ids: (T, k) integers.
-
-    Returns:
-        (T, k) int64.
-    """
+    """For every choice of a router, (T, k) integers, how many choices of the same expert come before it in ``order``, int64."""
     if order == "by_slot":
         return rank_among_equals(ids.t().reshape(-1)).reshape(ids.shape[1], ids.shape[0]).t()
     return rank_among_equals(ids.reshape(-1)).reshape(ids.shape)
@@ -40,12 +33,7 @@ def ids_of_marks(marks: torch.Tensor, none: int) -> torch.Tensor:
 
 
 def repeated_in_groups(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """For every token the value of its group, where ``values`` (G, ...) has one for each of G groups of equally many tokens.
-
-    Args:
-        tokens: (..., D), those of a group one after the other.
-
-    Returns:
-        (T, ...), of the dtype of ``values``.
+    """For every one of ``tokens`` (..., D) the value of its group: ``values`` (G, ...) has one for each of G groups of equally many
+    tokens, one after the other.
     """
     return values.repeat_interleave(tokens.shape[:-1].numel() // max(len(values), 1), 0)

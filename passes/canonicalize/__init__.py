@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.fx
@@ -23,10 +22,10 @@ from torch.nn.functional import linear
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
-from hexa_fx.capture.records import number_of_new
+from hexa_fx.capture.records import number_of_new, reached
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.canonicalize.size_origins import trace_sizes
-from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, nodes_in
+from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, literals, nodes_in
 
 
 def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
@@ -40,12 +39,11 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     before = torch.fx.Graph()
     before.output(before.graph_copy(captured.graph, val_map={})).meta["hexa"] = NodeRecord(None)
     split = [node for node in captured.graph.nodes if _split(captured.graph, node)]
-    summed = [node for node in captured.graph.nodes if _over_experts(captured.graph, node)]
     joined = [node for node in captured.graph.nodes if _to_each_part(captured.graph, node)]
     given = [(call.args, call.kwargs, call.output) for call in (*captured.calls, *captured.functions)]
     stored = [stored.value for stored in captured.stored]
     erased = join_products(captured.graph, frozenset(nodes_in([*given, *stored])))
-    return dataclasses.replace(captured, as_recorded=before) if erased or split or joined or summed else captured
+    return dataclasses.replace(captured, as_recorded=before) if erased or split or joined else captured
 
 
 def _as_subscript(node: Node) -> None:
@@ -124,64 +122,44 @@ def _to_each_part(graph: torch.fx.Graph, node: Node) -> bool:
 
 
 def _split(graph: torch.fx.Graph, node: Node) -> bool:
-    """Makes an einsum over more than two tensors that spells out its result several over two. Returns whether it did."""
+    """Makes an einsum over more than two tensors, or one that adds up what experts give, one product after another, of which those
+    with experts' weights keep experts apart. Returns whether it did."""
     read = einsum_of(node) if node.op == "call_function" and operation(node) == "einsum" else None
-    if read is None or len(read[0]) < 3 or any(len(set(term)) != len(term) for term in read[0]):
+    if read is None or any(len({*term}) != len(term) for term in (*read[0], read[2])):
         return False
     terms, operands, result = read
     if not all(isinstance(operand, Node) for operand in operands):
         return False
-    while len(operands) > 2:
+    expert = _added_up(terms, operands, result)
+    while len(operands) > 2 or expert:
         pair = _weight_and_data(terms, operands, result)
         if pair is None:
             return False
         rest = [i for i in range(len(operands)) if i not in pair]
-        kept = set(result).union(*(terms[i] for i in rest))
+        kept = {*result, *expert}.union(*(terms[i] for i in rest))
         term = "".join(dict.fromkeys(c for i in pair for c in terms[i] if c in kept))
         product = _insert(graph, node, pair, terms, operands, term)
-        terms, operands = [term, *(terms[i] for i in rest)], [product, *(operands[i] for i in rest)]
+        terms, operands, expert = [term, *(terms[i] for i in rest)], [product, *(operands[i] for i in rest)], ""
+    if operands == read[1]:
+        return False
     node.args = (f"{','.join(terms)}->{result}", *operands)
     return True
 
 
-def _over_experts(graph: torch.fx.Graph, node: Node) -> bool:
-    """Makes a product of rows of all experts with their weights, added up over experts, one that is not, and the sum over them."""
-    read = _product_of(node)
-    if read is None:
-        return False
-    (rows, weight), operands, result = read
+def _added_up(terms: Sequence[str], operands: Sequence[Node], result: str) -> str:
+    """The letter of the experts, if a product of rows of all experts with their weights adds up over them; else empty."""
+    if len(operands) != 2 or not result or _is_weight(operands[0]) == _is_weight(operands[1]):
+        return ""
+    (rows, data), (weight, _) = sorted(zip(terms, operands), key=lambda each: _is_weight(each[1]))
     expert, *features = [letter for letter in weight if letter in rows and letter not in result] or [""]
-    if (
-        len(weight) != 3
-        or expert != weight[0]
-        or len(features) != 1
-        or not _is_weight(operands[1])
-        or _is_weight(operands[0])
-    ):
-        return False
-    if any(_mixes_tokens(other) for other in ancestors([operands[0]])):  # heads of an attention are no experts
-        return False
-    product = _insert(graph, node, (0, 1), (rows, weight), operands, f"{result[0]}{expert}{result[1:]}")
-    node.op, node.target, node.args, node.kwargs = "call_method", "sum", (product, 1), {}
-    return True
-
-
-def _mixes_tokens(node: Node) -> bool:
-    """Whether it is a product of two tensors that depend on the inputs."""
-    data = [operand for operand in node.all_input_nodes if not _is_weight(operand)]
-    return kind(node) == "scaled_dot_product_attention" or (operation(node) in ops.CONTRACTIONS and len(data) > 1)
-
-
-def _product_of(node: Node) -> tuple[tuple[str, str], tuple[Node, Node], str] | None:
-    """Of an einsum of rows and a weight over several dimensions: their terms, the two, and the result's term."""
-    found = einsum_of(node) if node.op == "call_function" and operation(node) == "einsum" else None
-    if found is None or len(found[0]) != 2 or any(len({*term}) != len(term) for term in (*found[0], found[2])):
-        return None
-    (one, two), (first, second), result = found
-    if not isinstance(first, Node) or not isinstance(second, Node) or not result:
-        return None
-    turned = _is_weight(first)
-    return ((two, one) if turned else (one, two)), ((second, first) if turned else (first, second)), result
+    if len(weight) != 3 or expert != weight[0] or len(features) != 1:
+        return ""
+    for before in ancestors([data]):  # heads of an attention are no experts
+        tokens = [operand for operand in before.all_input_nodes if not _is_weight(operand)]
+        mixes = operation(before) in ops.CONTRACTIONS and len(tokens) > 1
+        if mixes or kind(before) == "scaled_dot_product_attention":
+            return ""
+    return expert
 
 
 def _weight_and_data(terms: Sequence[str], operands: Sequence[Node], result: str) -> tuple[int, int] | None:
@@ -229,9 +207,10 @@ def join_products(graph: torch.fx.Graph, kept: Container[Node] = ()) -> bool:
     """
     before = set()
     for node in graph.nodes:
-        operands = _of_joined(node) or _of_summed(node)
+        made = reached([node], lambda n: n.all_input_nodes if _joins(n) else ())
+        operands = _one_product(node, [n for n in made if not _joins(n)])
         if operands is not None:
-            before |= {*_made_of(node)}
+            before |= made - {node}
             node.op, node.target, node.args, node.kwargs = "call_function", linear, operands, {}
     erased = False
     for node in reversed(graph.nodes) if before else ():
@@ -241,68 +220,36 @@ def join_products(graph: torch.fx.Graph, kept: Container[Node] = ()) -> bool:
     return erased
 
 
-def _made_of(node: Node) -> Iterator[Node]:
-    """The products that are joined or added up, and the sums on the way."""
-    for operand in node.all_input_nodes:
-        if operation(operand) == "linear" or kind(operand) == "add":
-            yield operand
-        if kind(operand) == "add":
-            yield from _made_of(operand)
+_ROUNDING = 0.02
+"""Of the largest number, as what is multiplied may be in 16 bits."""
 
 
-def _of_joined(node: Node) -> tuple[Node, Node] | None:
-    """Rows and weight of ``cat([linear(rows, piece) for piece in weight.split(size, 0)], -1)``."""
-    pieces = node.args[0] if kind(node) == "cat" and node.args else None
-    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-    if not isinstance(pieces, (list, tuple)) or dim not in (-1, record_of(node).value.dim() - 1):
+def _joins(node: Node) -> bool:
+    """Whether it joins tensors, or adds them up: Python's ``sum`` starts with 0."""
+    plain = kind(node) == "add" and not node.kwargs and not record_of(node).writes
+    return kind(node) == "cat" or (plain and not any(literals([node])))
+
+
+def _one_product(node: Node, products: Sequence[Node]) -> tuple[Node, Node] | None:
+    """Rows and weight of the product that ``node`` is, made of ``products`` with all pieces of the weight."""
+    if len(products) < 2 or not all(operation(n) == "linear" and len(n.all_input_nodes) == 2 for n in products):
         return None
-    products = _products(pieces)
-    if products is None or len({rows for rows, _ in products}) != 1:
+    given, pieces = zip(*(n.all_input_nodes for n in products))
+    rows, weight = given[0] if len({*given}) == 1 else _uncut(given), _uncut(pieces)
+    if rows is None or weight is None:
         return None
-    weight = _whole([piece for _, piece in products], 0)
-    return None if weight is None else (products[0][0], weight)
-
-
-def _of_summed(node: Node) -> tuple[Node, Node] | None:
-    """Rows and weight of a sum of products of pieces of the rows with pieces of the weight, both of input features."""
-    if kind(node) != "add" or any(kind(user) == "add" for user in node.users):
+    data, matrix, value = (record_of(n).value for n in (rows, weight, node))
+    if data.shape[-1:] != matrix.shape[1:] or value.shape != (*data.shape[:-1], len(matrix)):
         return None
-    products = _products(_summands(node))
-    if products is None:
+    with torch.no_grad():  # pieces in another order give other numbers
+        off = (linear(data, matrix) - value).abs()
+        near = not value.numel() or bool((off <= _ROUNDING * value.abs().max()).all())
+    return (rows, weight) if near else None
+
+
+def _uncut(pieces: Sequence[Node]) -> Node | None:
+    """What was cut into just these pieces."""
+    cut, *others = {piece.args[0] for piece in pieces if kind(piece) == "getitem"} or [None]
+    if others or not isinstance(cut, Node) or not ops.cuts(cut) or len({*pieces}) < len(record_of(cut).value):
         return None
-    rows, weight = (_whole(pieces, -1) for pieces in zip(*products))
-    return None if rows is None or weight is None else (rows, weight)
-
-
-def _summands(node: Any) -> list[Any]:
-    """What Python's ``sum`` adds up, first to last, without the 0 that it starts with."""
-    if not isinstance(node, Node) or kind(node) != "add" or record_of(node).writes or node.kwargs:
-        return [] if type(node) in (int, float) and node == 0 else [node]
-    return [summand for operand in node.args for summand in _summands(operand)]
-
-
-def _products(values: Sequence[Any]) -> list[tuple[Node, Node]] | None:
-    """Rows and weight of each of several products without bias."""
-    found = []
-    for value in values:
-        if not isinstance(value, Node) or operation(value) != "linear" or value.kwargs.get("bias") is not None:
-            return None
-        rows, weight, *bias = value.args
-        if bias not in ([], [None]) or not isinstance(rows, Node) or not isinstance(weight, Node):
-            return None
-        found.append((rows, weight))
-    return found if len(found) > 1 else None
-
-
-def _whole(pieces: Sequence[Node], dim: int) -> Node | None:
-    """What was cut along ``dim`` into just these pieces."""
-    first = pieces[0]
-    cut = first.args[0] if kind(first) == "getitem" else None
-    if not isinstance(cut, Node) or not ops.cuts(cut) or not isinstance(cut.args[0], Node):
-        return None
-    along = cut.kwargs.get("dim", cut.args[2] if len(cut.args) > 2 else 0)
-    dims = record_of(cut.args[0]).value.dim()
-    if not isinstance(along, int) or along % dims != dim % dims or kind(cut) == "unbind":
-        return None
-    expected = [(cut, place) for place in range(len(record_of(cut).value))]
-    return cut.args[0] if [tuple(piece.args) for piece in pieces] == expected else None
+    return cut.args[0] if isinstance(cut.args[0], Node) else None

@@ -82,11 +82,7 @@ def _dim_of(size: Node) -> Dim:
 
 
 class _Origins:
-    """What the sizes of recorded tensors are copies of, as far as that is certain for inputs of any sizes.
-
-    Args:
-        nodes: of the graph, in order.
-    """
+    """What the sizes of recorded tensors are copies of, as far as that is certain for inputs of any sizes."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._known: dict[Dim, Origin] = {}

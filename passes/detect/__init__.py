@@ -29,11 +29,11 @@ from hexa_fx.passes.detect.explain import explained, without_products
 from hexa_fx.passes.detect.free import INSIDE, NotFree, detect_free, has_idle
 from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import Family, MoEMatch
-from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, without_scores
+from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, scored_parts
 from hexa_fx.passes.detect.rows import Rows, match_rows
 from hexa_fx.passes.detect.rules import is_cut_off, opaque_nodes, stored_outside_calls
 from hexa_fx.passes.detect.several import families_of, find_several, other_runs
-from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, without_lone_parts
+from hexa_fx.passes.detect.tags import ALL, Tag, all_but, expert_groups, lone_parts
 from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 
 __all__ = ["MoEMatch", "detect_block"]
@@ -70,8 +70,9 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     if (found := find_several(family, parts, look)) is not None:
         return found
     side_by_side = () if families.in_a_row else families.apart
-    narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
-    wanted = itertools.chain(side_by_side, [None], (members for members in narrower if members is not None))
+    left_out = (parts(captured, groups) for parts in (lone_parts, scored_parts))
+    narrower = (all_but(captured, groups, parts) for parts in left_out if parts)
+    wanted = itertools.chain(side_by_side, [None], narrower)
     try:
         return first_match(partial(look, replace(family, members=members)) for members in wanted)
     except Refuse as refusal:

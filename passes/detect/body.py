@@ -160,14 +160,6 @@ class ExpertBody:
         return self.gate.form
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """The experiment: pre-activations put in (of each first product), activations read at the second product."""
-
-    hidden: list[torch.Tensor]
-    activated: torch.Tensor
-
-
 def identify_body(
     instances: Sequence[Instance],
     rows: Rows,
@@ -183,7 +175,7 @@ def identify_body(
     refuse_randomness(segment)
     # The probe must reach far enough to hit every clamp in the code.
     reach = max([20.0, *(2 * abs(value) for value in literals(segment) if abs(value) < 1e6)])
-    probe = _experiment(instances, rows, replay, reach)
+    hidden, activated = _experiment(instances, rows, replay, reach)
     later_biases = bias_bases(segment, tags, experts)
     orders = permutations(range(len(first)))
     for order, (added, gain) in product(orders, _ways_to_read(later_biases, first)):
@@ -194,7 +186,7 @@ def identify_body(
         shifts = [value if c.bias is None else None for c, value in zip(ordered, values)]
         (gains,) = _bias_values([gain], weights, experts, first[0].node)
         for hypothesis in hypotheses(instances[0], segment):
-            factors = _explain(hypothesis, [probe.hidden[i] for i in order], probe.activated, rows, shifts, gains)
+            factors = _explain(hypothesis, [hidden[i] for i in order], activated, rows, shifts, gains)
             if factors is None:
                 continue
             down, inner_bias = second_projection(instances, rows, replay, weights)
@@ -219,8 +211,11 @@ def identify_body(
     )
 
 
-def _experiment(instances: Sequence[Instance], rows: Rows, replay: Replay, reach: float) -> _Probe:
-    """Rows of normally distributed numbers, and some that reach the end of the range."""
+def _experiment(
+    instances: Sequence[Instance], rows: Rows, replay: Replay, reach: float
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Rows of normally distributed numbers put in for each first product, some that reach the end of the range, and what arrives at
+    the second."""
     generator = torch.Generator().manual_seed(11)
     replace: dict[Node, torch.Tensor] = {}
     columns = [[c.node for c in column] for column in zip(*(instance.first for instance in instances))]
@@ -242,7 +237,7 @@ def _experiment(instances: Sequence[Instance], rows: Rows, replay: Replay, reach
     given = [instance.second.data for instance in instances]
     answers = replay.run(replace, given)
     hidden = [rows.of(nodes, [replace[node] for node in nodes]) for nodes in columns]
-    return _Probe(hidden, rows.of(given, [answers[node] for node in given]))
+    return hidden, rows.of(given, [answers[node] for node in given])
 
 
 def bias_bases(nodes: Iterable[Node], tags: Mapping[Node, Tag], experts: int) -> list[str]:

@@ -102,8 +102,10 @@ def find_combine(
             "what the code does after the sum of the experts, or beside it, hinges on a host decision (if, while, item()) on data",
             later,
         )
-    more = _rows_a_token(graph, tokens)
-    if more != 1:
+    given = (record_of(n).value for n in graph.nodes if n.op == "placeholder" and is_float(n))
+    count = max((value.numel() // value.shape[-1] for value in given if value.dim() > 1), default=tokens)
+    more = tokens / max(count, 1)  # rows that experts are given for one that the block is given
+    if more > 1 and count:
         raise Refuse(_LAID_OUT if more == int(more) else _PADDED, candidates[0])
     raise Refuse(NO_SUM, probes.mixing(replay, candidates[0]) or candidates[0])
 
@@ -148,13 +150,6 @@ def _gates(graph: torch.fx.Graph, instances: Sequence[Instance], numel: int, wid
         if value.numel() == numel and value.shape[-1] == width:
             gates.append(node)
     return gates
-
-
-def _rows_a_token(graph: torch.fx.Graph, tokens: int) -> float:
-    """How many rows experts are given for one that the block is given, if more than one."""
-    given = (record_of(n).value for n in graph.nodes if n.op == "placeholder" and is_float(n))
-    rows = max((value.numel() // value.shape[-1] for value in given if value.dim() > 1), default=tokens)
-    return max(1.0, tokens / rows) if rows else 1.0
 
 
 def _dominators(graph: torch.fx.Graph, region: set[Node], inside: Sequence[Node]) -> list[Node]:
@@ -252,19 +247,6 @@ def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(((found - expected).abs() <= _ROUNDING * scale).all())
 
 
-@dataclass(frozen=True)
-class Offset:
-    """What a combine holds beside the weighted expert outputs and biases.
-
-    Args:
-        identity: the factor (T,) with which identity ("zero-computation") experts add the token, if they do.
-        base: the tensor that the code adds the expert outputs onto, if it is not zeros.
-    """
-
-    identity: torch.Tensor | None = None
-    base: Node | None = None
-
-
 def explain_offset(
     pairs: Pairs,
     down_bias: str | None,
@@ -273,8 +255,10 @@ def explain_offset(
     weights: WeightTable,
     tags: Mapping[Node, Tag],
     replay: Replay,
-) -> Offset:
-    """What the combine holds without the products: weighted biases, the tokens times a factor, another tensor."""
+) -> tuple[torch.Tensor | None, Node | None]:
+    """What the combine holds without the products and their weighted biases: the factor (T,) with which identity
+    ("zero-computation") experts add the token, and the tensor that the code adds the outputs onto, each if there is one.
+    """
     offset = combine.offset
     expected = torch.zeros_like(offset)
     if down_bias is not None and bool((offset != 0).any()):
@@ -283,15 +267,15 @@ def explain_offset(
             raise Refuse("an expert parameter after the second projection is not a bias vector", combine.node)
         expected.index_add_(0, pairs.token, pairs.after[:, None] * vectors[pairs.expert])
     if _is_same(offset, expected):
-        return Offset()
+        return None, None
     base = _holding(offset - expected, combine.node, tags, replay)
     if base is not None:
-        return Offset(base=base)
+        return None, base
     x = replay.value(source).reshape(-1, record_of(source).value.shape[-1])
     if x.shape == offset.shape:
         factor = (offset * x).sum(1) / (x * x).sum(1).clamp(min=1e-300)
         if _is_same(offset, factor[:, None] * x):
-            return Offset(identity=factor)
+            return factor, None
     raise Refuse(
         "the tensor that collects the expert outputs holds something besides them (neither the experts' biases, nor the "
         "token itself, nor a tensor that the code had before)",

@@ -58,10 +58,7 @@ def depends_on_values(node: Node) -> bool:
         return True
     if kind(node) == "repeat_interleave":
         return any(isinstance(repeats, Node) and is_tensor(repeats) for repeats in node.args[1:])
-    return kind(node) == "getitem" and _has_mask(node.args[1])
-
-
-def _has_mask(index: Any) -> bool:
+    index = node.args[1] if kind(node) == "getitem" else ()
     parts = index if isinstance(index, (tuple, list)) else (index,)
     tensors = (record_of(n).value for n in parts if isinstance(n, Node) and is_tensor(n))
     return any(value.dtype in (torch.bool, torch.uint8) for value in tensors)
@@ -263,7 +260,6 @@ class Decisions:
     """Judges the host decisions of a run.
 
     Args:
-        captured: the run.
         tags: those of all experts.
         routing: nodes that hold the ids.
         ends: what the experts give.

@@ -9,6 +9,7 @@ draws what the original would, expert after expert, each for its rows in the ori
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,16 +56,12 @@ INSIDE = (
 )
 
 
+_LEVELS = 6
+"""How far before the runs their tokens are looked for."""
+
+
 class NotFree(Exception):
     """The block does not run experts one at a time, or not all alike, so the refusal of the standard form stands."""
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Where the rows of the runs come from: ``node`` holds the tokens, ``rows`` the token of every row, by run."""
-
-    node: Node
-    rows: tuple[torch.Tensor, ...]
 
 
 def detect_free(family: Family) -> MoEMatch:
@@ -124,30 +121,28 @@ class _FreeSearch:
         inside = [[n for n in ancestors([last]) if in_one_expert(n, self.tags)] for last in end]
         everything = [node for nodes in inside for node in nodes]
         refuse_randomness(everything)
-        tokens = self._tokens(end)
-        value = record_of(tokens.node).value
-        count = value.numel() // value.shape[-1]
+        sizes = [record_of(node).value.shape[:-1].numel() for node in end]
+        tokens, token = self._tokens(end, sizes)
+        numbers = [token.new_full((size,), expert) for size, expert in zip(sizes, experts)]
+        rows = Rows(token, torch.cat(numbers), torch.ones_like(token).double())
+        count = record_of(tokens).value.shape[:-1].numel()
         opaque = opaque_nodes(captured, everything)
         instances = [_instance(*run) for run in zip(end, inside, experts)]
-        numbers = [torch.full_like(token, expert) for token, expert in zip(tokens.rows, experts)]
-        token = torch.cat(tokens.rows)
-        rows = Rows(token, torch.cat(numbers), torch.ones_like(token).double())
         combine = find_combine(captured.graph, instances, rows, count, self.replay, opaque | self.family.passed)
-        refuse_dropouts_after(end, combine.node)
+        for node in descendants(end) & ancestors([combine.node]) - set(end):
+            if node.target is row_dropout:  # between the end of the runs and where outputs are combined
+                raise Refuse(INSIDE, node)
         pairs, total = rows.pairs(combine.coefficients), self._experts()
-        routed = self.family.routed(pairs, combine, tokens.node, instances, total)
+        routed = self.family.routed(pairs, combine, tokens, instances, total)
         reader = StepReader(
-            captured=captured,
-            tags=self.tags,
-            replay=self.replay,
             weights=self.weights,
-            run=max(range(len(end)), key=lambda run: len(tokens.rows[run])),
-            rows=tuple(len(rows) for rows in tokens.rows),
+            replay=self.replay,
+            sizes=tuple(sizes),
             experts=experts,
-            tokens=tokens.rows,
+            token=token,
             count=count,
             lead=lead,
-            sources=tuple(self._sources(end, tokens.node)),
+            sources=tuple(self._sources(end, tokens)),
             factor=lambda wanted: find_row_factor(wanted, pairs, routed.routing, routed.search),
         )
         roles = reader.read(end)
@@ -156,7 +151,7 @@ class _FreeSearch:
         if body.dropouts and not bool(pairs.effective.all()):
             raise Refuse(INSIDE, body.dropouts[0])  # experts drop numbers in rows that are not theirs too
         idiom = "loop over experts, unusual expert"
-        return self.family.matched(tokens.node, routed, body, everything, instances, self.stored, idiom)
+        return self.family.matched(tokens, routed, body, everything, instances, self.stored, idiom)
 
     def _experts(self) -> int:
         """Number of experts in the parameters that the runs read."""
@@ -176,48 +171,31 @@ class _FreeSearch:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, end: Column) -> _Tokens:
-        """The token of every row, read off the operands of the runs or off what these are computed from."""
-        lengths = tuple(record_of(node).value.shape[:-1].numel() for node in end)
-        frontier = self._given(end)
-        for _ in range(6):
-            for column in frontier:
-                found = self._as_tokens(column, lengths, record_of(end[0]).value.dim())
-                if found is not None:
-                    return found
-            frontier = [operands for column in frontier for operands in _operands(column)]
+    def _tokens(self, end: Column, sizes: Sequence[int]) -> tuple[Node, torch.Tensor]:
+        """What holds the tokens, and which of them each row is: operands of the runs, or what these are computed from."""
+        seen, left = {end}, deque([(end, 0)])
+        while left:
+            column, outside = left.popleft()
+            inside = all(in_one_expert(n, self.tags) for n in column)
+            found = None if inside else self._as_tokens(column, sizes, record_of(end[0]).value.dim())
+            if found is not None:
+                return found
+            for operands in _operands(column) if outside < _LEVELS else ():
+                if operands not in seen and not any(self.tags[n].weight for n in operands):
+                    seen.add(operands)
+                    left.append((operands, outside + (not inside)))
         raise Refuse(NOT_TOKENS, end[0])
 
-    def _given(self, end: Column) -> list[Column]:
-        """Columns of tensors that enter the runs from outside and are no parameters."""
-        found: dict[Column, None] = {}
-        seen: set[Column] = set()
-        frontier = [end]
-        while frontier:
-            column = frontier.pop()
-            if column in seen:
-                continue
-            seen.add(column)
-            for operands in _operands(column):
-                if all(in_one_expert(n, self.tags) for n in operands):
-                    frontier.append(operands)
-                elif not any(self.tags[n].weight for n in operands):
-                    found.setdefault(operands)
-        return list(found)
-
-    def _as_tokens(self, column: Column, lengths: tuple[int, ...], dims: int) -> _Tokens | None:
+    def _as_tokens(self, column: Column, sizes: Sequence[int], dims: int) -> tuple[Node, torch.Tensor] | None:
         if not all(is_float(n) and record_of(n).value.dim() == dims for n in column):
             return None
         values = [self.replay.value(n).flatten(0, -2) for n in column]
-        if any(len(value) != length for value, length in zip(values, lengths)):
-            return None
-        if len({value.shape[1] for value in values}) != 1:
+        if [len(value) for value in values] != [*sizes] or len({value.shape[1] for value in values}) != 1:
             return None
         for source in token_sources(self.runs.readers[0], values[0].shape[1], self.captured, self.tags):
-            whole = self.replay.value(source)
-            found = _rows_of(values, whole.reshape(-1, whole.shape[-1]))
+            found = _places_among(self.replay.value(source).flatten(0, -2), torch.cat(values))
             if found is not None:
-                return _Tokens(source, found)
+                return source, found
         return None
 
     def _sources(self, end: Column, tokens: Node) -> Iterator[Node]:
@@ -245,7 +223,7 @@ class _FreeSearch:
             roles, output, experts, width_of(tokens[0]), max(inner), stored[0], reader.columns, lead=reader.lead
         )
         drawn = [reader.columns[node] for node in body.dropouts]
-        return replace(body, slots_first=draws_slots_first(drawn, reader.experts, reader.tokens))
+        return replace(body, slots_first=draws_slots_first(drawn, reader.experts, reader.token.split(reader.sizes)))
 
 
 def _operands(column: Column) -> list[Column]:
@@ -256,21 +234,14 @@ def _operands(column: Column) -> list[Column]:
     return list(zip(*operands))
 
 
-def _rows_of(values: Sequence[torch.Tensor], tokens: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """For every row (R, D) of each of the values its index among tokens (T, D), or None if one is not among them."""
-    probe = torch.randn(
-        tokens.shape[1], 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64, device="cpu"
-    )
-    probe = probe.to(tokens.device)
-    projected, found = tokens @ probe, []
-    for rows in values:
-        nearest = torch.zeros(0, dtype=torch.long, device=rows.device)
-        if len(rows):
-            nearest = torch.cdist(rows @ probe, projected, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
-        if not torch.equal(tokens[nearest], rows):
-            return None
-        found.append(nearest)
-    return tuple(found)
+def _places_among(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """For every row (R, D) its index among tokens (T, D), or None if one is not among them."""
+    generator = torch.Generator().manual_seed(3)
+    probe = torch.randn(tokens.shape[1], 4, generator=generator, dtype=torch.float64, device="cpu").to(tokens.device)
+    if not len(rows):
+        return torch.zeros(0, dtype=torch.long, device=rows.device)
+    found = torch.cdist(rows @ probe, tokens @ probe, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+    return found if torch.equal(tokens[found], rows) else None
 
 
 def _instance(end: Node, inside: list[Node], expert: int) -> Instance:
@@ -282,7 +253,7 @@ def _instance(end: Node, inside: list[Node], expert: int) -> Instance:
 def refuse_mixing(reader: StepReader) -> None:
     """Other rows' tokens are changed; a row that answers to that is mixed with others."""
     steps = [node for node, role in reader.roles.items() if isinstance(role, (Copy, Product)) and is_float(node)]
-    order = {node: place for place, node in enumerate(reader.captured.graph.nodes)}
+    order = {node: place for place, node in enumerate(reader.weights.captured.graph.nodes)}
     given = [reader.columns[node] for node, role in reader.roles.items() if isinstance(role, TokenRows)]
     generator = torch.Generator().manual_seed(17)
     for parity in (0, 1):
@@ -342,13 +313,6 @@ def probability(node: Node) -> float:
 def has_idle(captured: CapturedBlock) -> bool:
     """Whether dropouts of the run were idle."""
     return any(node.target is row_dropout for node in captured.graph.nodes)
-
-
-def refuse_dropouts_after(end: Column, combined: Node) -> None:
-    """Refuses an end of the runs that leaves dropouts behind."""
-    for node in descendants(end) & ancestors([combined]) - set(end):
-        if node.target is row_dropout:
-            raise Refuse(INSIDE, node)
 
 
 def draws_slots_first(columns: Sequence[Column], experts: Sequence[int], tokens: Sequence[torch.Tensor]) -> bool:

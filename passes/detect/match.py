@@ -98,9 +98,6 @@ class Family:
     """What is looked for.
 
     Args:
-        captured: the block.
-        groups: its parameters in lists.
-        replay: its experiments.
         prefer_earliest: as in `hexa_fx.passes.detect.detect_block`.
         members: the parameters and groups of the family; None: all that may be experts'.
         passed: host decisions after the experts that do not count.
@@ -132,20 +129,20 @@ class Family:
     ) -> Routed:
         """How the tokens in ``source`` come to experts and back. ``late_bias``: a parameter that is added to what experts give."""
         end, replay, value = combine.node, self.replay, record_of(source).value
-        offset = explain_offset(pairs, late_bias, combine, source, self.weights, self.tags, replay)
+        identity, base = explain_offset(pairs, late_bias, combine, source, self.weights, self.tags, replay)
         tokens = value.numel() // value.shape[-1]
         search = Search(self.captured, self.tags, end, tokens, experts, replay, self.prefer_earliest)
         routing = find_routing(pairs, search)
-        weighted = offset.base is not None and check_base(offset.base, routing.weights, instances, end, replay)
+        weighted = base is not None and check_base(base, routing.weights, instances, end, replay)
         lost = routing.capacity is not None or (routing.keep and not routing.zeros)
         if weighted and (routing.before or routing.always or lost):
             raise Refuse(
                 "tokens reach the output past the experts, and the routing does not say with which weight", end
             )
         if weighted:
-            return Routed(search, routing, offset.base, "weighted")
-        passing = how_tokens_pass(offset.identity, pairs, routing, experts, end, replay)
-        return Routed(search, routing, offset.base, passing)
+            return Routed(search, routing, base, "weighted")
+        passing = how_tokens_pass(identity, pairs, routing, experts, end, replay)
+        return Routed(search, routing, base, passing)
 
     def matched(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,19 +74,12 @@ def find_contractions(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> list
     return found
 
 
-def without_scores(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str] | None:
-    """The parameters and groups that may be experts', if the code chooses from its products with others: a router's, as product
-    keys are. None if there are no others, or these are all."""
-    try:
+def scored_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str]:
+    """Parameters and groups from whose products the code chooses: a router's, as product keys are."""
+    with suppress(Refuse):
         contractions = find_contractions(captured, tag(captured, groups))
-    except Refuse:
-        return None
-    scored = {contraction.base for contraction in contractions if is_scored(contraction.node)}
-    if not scored or scored.issuperset(contraction.base for contraction in contractions):
-        return None
-    read = {str(node.target) for node in captured.graph.find_nodes(op="get_attr", sort=False)}
-    grouped = {name for names in groups.members.values() for name in names}
-    return (frozenset(groups.members) | read - grouped) - scored
+        return frozenset(contraction.base for contraction in contractions if is_scored(contraction.node))
+    return frozenset()
 
 
 def _read_contraction(node: Node, tags: Mapping[Node, Tag], levels: Mapping[Node, int]) -> Contraction | None:

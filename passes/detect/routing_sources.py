@@ -62,11 +62,8 @@ class Search:
     """Where the routing of a region is looked for.
 
     Args:
-        captured: the block.
-        tags: which experts its values depend on.
         end: the combine: what it was computed from is looked at.
         tokens, experts: how many there are.
-        replay: gives values in float64.
         prefer_earliest: of equal readings, whether the earliest is taken, not the latest: what came in between may matter on other
             inputs.
     """

@@ -80,13 +80,11 @@ def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGro
     for first, second in group_instances(pair):
         bases = frozenset(base for c in (*first, second) for base in (c.base, c.bias) if base)
         runs[bases] = runs.get(bases, 0) + 1
-    return [family | _companions(family, groups) for family in sorted(runs, key=lambda bases: -runs[bases])]
-
-
-def _companions(family: Members, groups: ExpertGroups) -> Members:
-    """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
-    owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
-    return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)
+    owner = {base: base.rpartition(".")[0].rpartition(".")[0] for base in groups.members}
+    # with what stands beside a family's parameters in the same modules, such as biases that are added later
+    beside = {family: {owner[base] for base in family if base in owner} for family in runs}
+    ordered = sorted(runs, key=lambda bases: -runs[bases])
+    return [family | {base for base in owner if owner[base] in beside[family]} for family in ordered]
 
 
 def chooses(captured: CapturedBlock) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -170,14 +171,8 @@ Column = tuple[Node, ...]
 """The same value in every run of an expert, in the order of the runs."""
 
 
-@dataclass(frozen=True)
-class AlikeRuns:
-    """Runs of experts that do the same thing.
-
-    Args:
-        ends: columns at which the runs may end: of matrices the earliest first, then of what has more dimensions.
-        readers: the nodes that take an expert's parameter as an operand.
-    """
+class AlikeRuns(NamedTuple):
+    """Columns at which runs of experts that do the same may end, those of matrices first, and what reads an expert's parameter."""
 
     ends: tuple[Column, ...]
     readers: tuple[Node, ...]
@@ -274,39 +269,35 @@ class StepReader:
     """Reads the steps of a block's experts.
 
     Args:
-        tags, replay, weights: of the captured block.
-        run: the run that the steps are taken from.
-        rows, experts: number of rows, and expert, of each run.
-        tokens: the token (R,) of every row of each run.
-        count: number of tokens.
+        sizes, experts: number of rows, and expert, of each run.
+        token: which token (R,) every row of all runs is, of ``count``.
         lead: how many dimensions hold a run's rows.
         sources: tensors with a row for every token.
         factor: finds a number per row among the routing's tensors; raises `Refuse` if it is not there.
     """
 
-    captured: CapturedBlock
-    tags: Mapping[Node, Tag]
-    replay: Replay
     weights: WeightTable
-    run: int
-    rows: tuple[int, ...]
+    replay: Replay
+    sizes: tuple[int, ...]
     experts: tuple[int, ...]
-    tokens: tuple[torch.Tensor, ...]
+    token: torch.Tensor
     count: int
     lead: int
     sources: tuple[Node, ...]
     factor: Callable[[torch.Tensor], tuple[RoutingSource, ...]]
     roles: dict[Node, Role] = field(default_factory=dict)
     columns: dict[Node, Column] = field(default_factory=dict)
-    twin: Mapping[Node, Node] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.twin = twins(self.captured.graph)
+        self.graph, self.tags = self.weights.captured.graph, self.weights.tags
+        self.twin = twins(self.graph)
+        self.run = self.sizes.index(max(self.sizes))
+        """The run that the steps are taken from."""
 
     def read(self, end: Column) -> dict[Node, Role]:
         """Roles of the nodes of one run, in recorded order."""
         self._visit(end)
-        order = {node: place for place, node in enumerate(self.captured.graph.nodes)}
+        order = {node: place for place, node in enumerate(self.graph.nodes)}
         return {node: self.roles[node] for node in sorted(self.roles, key=order.__getitem__)}
 
     def _visit(self, column: Column) -> None:
@@ -349,7 +340,7 @@ class StepReader:
         node = column[self.run]
         if not is_tensor(node):
             return
-        if not all(self._is_of(n, rows) for n, rows in zip(column, self.rows)):
+        if not all(self._is_of(n, rows) for n, rows in zip(column, self.sizes)):
             of_rows = any(n.op == "placeholder" for n in ancestors([node]))
             mixed = f"{operation(node)} inside the experts does not keep their rows apart"
             raise Refuse(mixed if of_rows else MIXED_WEIGHT, node)
@@ -448,7 +439,7 @@ class StepReader:
             return RowFactor(sources)
         node = column[self.run]
         same = len({self.twin[n] for n in column}) == 1  # a mask over features, say, that every run inverts anew
-        if same and not all(self._is_of(node, rows) for rows in self.rows):
+        if same and not all(self._is_of(node, rows) for rows in self.sizes):
             return Outside()
         if node.op in ("get_attr", "placeholder") or not all(n.all_input_nodes for n in column) or not is_float(node):
             raise Refuse("the experts compute with a tensor that is neither their tokens' nor shared by all", node)
@@ -461,21 +452,21 @@ class StepReader:
         if not is_float(column[0]) or record_of(column[0]).value.dim() <= self.lead:
             return None
         values = [self.replay.value(n).flatten(0, self.lead - 1) for n in column]
-        if any(len(v) != len(t) for v, t in zip(values, self.tokens)):
+        if [len(value) for value in values] != [*self.sizes] or len({value.shape[1:] for value in values}) != 1:
             return None
+        rows = torch.cat(values)
         for source in self.sources:
             whole = self.replay.value(source)
-            if whole.shape[-1:] != values[0].shape[1:] or whole.shape[:-1].numel() != self.count:
+            if whole.shape[-1:] != rows.shape[1:] or whole.shape[:-1].numel() != self.count:
                 continue
-            flat = whole.reshape(self.count, -1)
-            same = all(torch.equal(flat[token], value) for value, token in zip(values, self.tokens))
+            same = torch.equal(whole.reshape(self.count, -1)[self.token], rows)
             if same and all(moved_from(node, source) for node in column):
                 return source
         return None
 
     def _row_factor(self, column: Column) -> tuple[RoutingSource, ...] | None:
         values = [self.replay.value(n) for n in column]
-        if any(v.numel() != rows or not self._is_of(n, rows) for v, n, rows in zip(values, column, self.rows)):
+        if any(v.numel() != rows or not self._is_of(n, rows) for v, n, rows in zip(values, column, self.sizes)):
             return None
         try:
             sources = self.factor(torch.cat([value.double().flatten() for value in values]))
@@ -490,7 +481,7 @@ class StepReader:
         """Sizes, and tuples of tensors."""
         node = column[self.run]
         values = [record_of(n).value for n in column]
-        if all(isinstance(v, int) and v == r for v, r in zip(values, self.rows)):
+        if all(isinstance(v, int) and v == r for v, r in zip(values, self.sizes)):
             return RowCount()
         if len(set(column)) == 1:
             return Outside()

@@ -179,20 +179,20 @@ def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | No
     return tags
 
 
-def without_lone_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str] | None:
-    """The parameters and groups that may be experts', if others are stacks or lists of which the code itself picks one part.
+def all_but(captured: CapturedBlock, groups: ExpertGroups, left_out: frozenset[str]) -> frozenset[str]:
+    """The parameters and groups that may be experts', but for some."""
+    read = {str(node.target) for node in captured.graph.find_nodes(op="get_attr", sort=False)}
+    grouped = {name for names in groups.members.values() for name in names}
+    return (frozenset(groups.members) | read - grouped) - left_out
 
-    As it picks the gate of a task by the task's number. None if there are none, or nothing else that may be experts.
-    """
+
+def lone_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str]:
+    """Stacks and lists of which the code itself picks one part, as it picks the gate of a task by the task's number."""
     read = [n for n in captured.graph.find_nodes(op="get_attr", sort=False) if n.target not in captured.constants]
     names_read = {str(n.target) for n in read}
     listed = {base for base, names in groups.members.items() if len(names_read.intersection(names)) == 1 < len(names)}
     grouped = {name for names in groups.members.values() for name in names}
-    lone = {str(n.target) for n in read if str(n.target) not in grouped and is_stack(n) and _reads_one_part(n)}
-    others = {str(n.target) for n in read if is_stack(n)} - lone
-    if not (lone or listed) or not (others or groups.members.keys() - listed):
-        return None
-    return frozenset(groups.members) - listed | names_read - grouped - lone
+    return frozenset(listed).union(str(n.target) for n in read if is_stack(n) and _reads_one_part(n)) - grouped
 
 
 def _reads_one_part(stack: Node) -> bool:
@@ -287,7 +287,9 @@ def _experts_at(base: Node, place: int | slice, counts: set[int]) -> range:
     if is_tensor(base):
         held = _experts_in(base, counts)
         return held[place] if isinstance(place, slice) else held[place:][:1]
-    if not _cuts_experts(base) or _cut_dimension(base) != 0 or isinstance(place, slice):
+    position = 1 if operation(base) == "unbind" else 2
+    dim = base.kwargs.get("dim", base.args[position] if len(base.args) > position else 0)
+    if not _cuts_experts(base) or dim != 0 or isinstance(place, slice):
         return range(0)
     held, pieces = _experts_in(base.all_input_nodes[0], counts), record_of(base).value
     if not held or operation(base) == "unbind":
@@ -309,11 +311,6 @@ def _experts_in(node: Node, counts: set[int]) -> range:
 
 
 _cuts_experts = ops.of("chunk split split_with_sizes tensor_split unbind")
-
-
-def _cut_dimension(node: Node) -> object:
-    position = 1 if operation(node) == "unbind" else 2
-    return node.kwargs.get("dim", node.args[position] if len(node.args) > position else 0)
 
 
 def _tag_weight_operation(node: Node, weights: list[Node], tags: Mapping[Node, Tag]) -> Tag:

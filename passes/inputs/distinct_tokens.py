@@ -40,9 +40,6 @@ def examples(observation: Observation) -> Iterator[Observation]:
     """The observation, or if its tokens are alike or few others like it with fresh tokens; the most telling one first.
 
     Sequences of one token do not show whether something is computed for each token or for each sequence: then others are next.
-
-    Args:
-        observation: with at most as many tokens as the block is to be recorded on.
     """
     rows = _rows(observation)
     if rows is None or not len(rows):

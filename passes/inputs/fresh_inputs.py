@@ -174,16 +174,6 @@ class FreshInputs:
         self.asked = ALL_WANTED
 
     @property
-    def one_token(self) -> bool:
-        """Whether batch and sequence of the example are both 1."""
-        return (self.sizes.batch, self.sizes.sequence) == (1, 1)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of the example."""
-        return self.sizes.tokens
-
-    @property
     def given_top_k(self) -> int:
         """Experts a token in the routing that the inputs contain, the fewest if they say several; 0 without one."""
         counts = [self._experts_a_token(leaf, kind) for leaf, kind in zip(self._leaves, self.kinds) if kind in _ROUTING]

@@ -31,6 +31,7 @@ from hexa_fx.passes.rewrite.kept_calls import (
     refuse_far_limits,
     refuse_late_conditions,
     replaced,
+    require_form,
 )
 from hexa_fx.passes.rewrite.own_code import own_code_limit
 from hexa_fx.passes.rewrite.region import RegionEmitter, leading_sizes
@@ -135,17 +136,13 @@ def _is_passed_by(inner: Node, reader: Node) -> bool:
     if inner.op != "call_method" or inner.target not in _KEEP_ORDER or not isinstance(inner.args[0], Node):
         return False
     node = inner.next
-    while node is not reader:
-        if _may_write(node):
+    while node is not reader:  # anything that may write
+        name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+        in_place = name.endswith("_") and not name.endswith("__")
+        if node.op == "call_module" or in_place or name in ("set_item", "after") or "out" in node.kwargs:
             return False
         node = node.next
     return True
-
-
-def _may_write(node: Node) -> bool:
-    name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
-    in_place = name.endswith("_") and not name.endswith("__")
-    return node.op == "call_module" or in_place or name in ("set_item", "after") or "out" in node.kwargs
 
 
 _FREE_OF_EFFECTS = (
@@ -199,8 +196,7 @@ class _Rewriter:
                 self.new[given] = placeholder
         overwritten = self._overwritten(kept)
         order = sorted(kept.order, key=self._asked_first(kept).__contains__, reverse=True)
-        early = {condition.node for match in self.match.regions for condition in match.early_conditions}
-        refuse_late_conditions(early, order, kept)
+        refuse_late_conditions(self._early_conditions().keys(), order, kept)
         self.elsewhere = replaced(captured, kept)
         routers = kept_routers(captured, kept, order, self.match.regions, self.elsewhere)
         self.elsewhere |= routers.unasked
@@ -213,8 +209,8 @@ class _Rewriter:
                 self._copy(node, kept)
             if node in overwritten:
                 self.unwritten[node] = self.graph.call_method("clone", (self.new[node],))
-            for form in routers.forms.get(node, ()):
-                form.emit(self.graph, self.new, self.called)
+            for match in routers.forms.get(node, ()):
+                require_form(match, self.graph, self.new, self.called)
         removed = self._removed(kept)
         for match in self.match.regions:
             refuse_far_limits(removed, match)
@@ -237,10 +233,12 @@ class _Rewriter:
         given_for = captured.path, self.graph, packed, guards, stored, small, experts
         return RewrittenBlock(*given_for, *of_python, dtypes=captured.dtypes)
 
+    def _early_conditions(self) -> dict[Node, Condition]:
+        return {condition.node: condition for match in self.match.regions for condition in match.early_conditions}
+
     def _asked_first(self, kept: KeptNodes) -> set[Node]:
         """Conditions on what is there before anything is drawn, written or called, which are checked first."""
-        conditions = [condition.node for match in self.match.regions for condition in match.early_conditions]
-        behind = map(ancestors, ([node] for node in conditions))
+        behind = map(ancestors, ([node] for node in self._early_conditions()))
         last = {*kept.calls, *(match.output for match in self.match.regions)}
         first = (
             found
@@ -331,8 +329,7 @@ class _Rewriter:
         target = node.args[0] if record_of(node).writes else None
         parameter = target if isinstance(target, Node) and self._is_changed_parameter(target) else None
         self.new[node] = copy if parameter is None else self.new[parameter]
-        asked = {condition.node: condition for match in self.match.regions for condition in match.early_conditions}
-        if condition := asked.get(node):
+        if condition := self._early_conditions().get(node):
             self.graph.call_function(guards.require, (condition.holds(copy), condition.as_recorded()))
 
     def _operand(self, node: Node, argument: Node, kept: KeptNodes) -> Node:

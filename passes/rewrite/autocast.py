@@ -135,9 +135,7 @@ def mark_without_autocast(
 ) -> None:
     """Marks the nodes of ``graph`` that compute with autocast off, for `hexa_fx.runtime.program`.
 
-    Args:
-        new: the nodes of ``graph``, by those of the recorded graph.
-        regions: those of the block.
+    ``new``: these nodes, by those of the recorded graph.
     """
     called = called_in(graph)
     off = {node: record_of(node).autocast_off for node in captured.graph.nodes if record_of(node).autocast_off}

@@ -61,7 +61,6 @@ def kept_rows(
     Args:
         like: of the device, and of the dtype of rows where none is named.
         v, offs: of `hexa_fx.ops.reindex.reindex`.
-        top_k: k.
         slots_first: whether the code lists an expert's rows by slot and then by token; else by token.
         kinds: of each dropout the shape of a row, the dtype of the rows and the probability.
 
@@ -97,9 +96,6 @@ class RowEmitter:
     """Emits a body into a graph.
 
     Args:
-        graph: where to.
-        weights: emits the experts' parameters.
-        body: what to emit.
         outside, as_rows: the new node of a recorded one, as it is or flattened to (T, C).
         factor: the product of routing quantities as (T, k), None for 1.
     """

@@ -220,7 +220,11 @@ def left_by_opened(
 def refuse_far_limits(removed: Iterable[Node], match: MoEMatch) -> None:
     """Refuses ``removed`` code that cuts rows, or compares counts, at more tokens than verification sends to an expert."""
     tokens, top_k = record_of(match.source).value, match.routing.top_k
-    tried = LARGEST_LIMIT if _can_be_forced(match) else top_k * tokens.numel() // max(1, tokens.shape[-1])
+    # Whether verification can have all tokens choose the same experts: by what chooses them, or as ids that are given.
+    behind = ancestors(match.routing.index.nodes)
+    chosen = any(ops.picks_best(node) or kind(node) == "max" for node in behind)
+    forced = chosen or (match.is_given_ids and not any(n.op == "get_attr" for n in behind))
+    tried = LARGEST_LIMIT if forced else top_k * tokens.numel() // max(1, tokens.shape[-1])
     for node in removed:
         limit = max(limits_of(node), default=0)
         if limit > tried:
@@ -231,38 +235,27 @@ def refuse_far_limits(removed: Iterable[Node], match: MoEMatch) -> None:
             )
 
 
-def _can_be_forced(match: MoEMatch) -> bool:
-    """Whether verification can have all tokens choose the same experts: by what chooses them, or as ids that are given."""
-    behind = ancestors(match.routing.index.nodes)
-    chosen = any(map(ops.picks_best, behind)) or any(kind(n) == "max" for n in behind)
-    return chosen or (match.is_given_ids and not any(n.op == "get_attr" for n in behind))
+def require_form(
+    match: MoEMatch, graph: torch.fx.Graph, new: Mapping[Node, Node], called: Mapping[Node, ModuleCall]
+) -> None:
+    """Asks in ``graph`` for what has to hold of a region's routing: so many numbers of each kind for a token, of these dtypes.
 
-
-@dataclass(frozen=True)
-class Form:
-    """What has to hold of a region's routing: so many numbers of each kind for a token, of these dtypes.
-
-    Args:
-        tokens: the node whose rows are the tokens.
-        nodes: where the routing is read.
-        each: how many numbers a node holds for a token; 0 if that is no whole number.
+    Submodules ``called`` by then need not be called again where it is another form. They have to give as many results, and None
+    where they gave None.
     """
-
-    tokens: Node
-    nodes: tuple[Node, ...]
-    each: tuple[int, ...]
-
-    def emit(self, graph: torch.fx.Graph, new: Mapping[Node, Node], called: Mapping[Node, ModuleCall]) -> None:
-        """Asks for it in ``graph``; submodules ``called`` by then need not be called again where it is another form.
-
-        They have to give as many results, and None where they gave None.
-        """
-        values = [record_of(node).value for node in self.nodes]
-        sources = tuple((new[n], e, v.dim(), v.dtype) for n, e, v in zip(self.nodes, self.each, values, strict=True))
-        tokens = new[self.tokens], record_of(self.tokens).value.dtype
-        results = tuple((call.path, result) for result, call in called.items())
-        forms = tuple(_form_of(call.output) for call in called.values())
-        graph.call_function(guards.require_routing, (tokens, sources, results, forms))
+    of_tokens, routing = _tokens(match), match.routing
+    tokens, each = record_of(of_tokens).value, {}
+    count = tokens.shape[:-1].numel()
+    for source in (routing.index, *routing.before, *routing.after, *routing.keep):
+        by_token = not source.groups and source.reading not in ("expert", "token_expert_position")
+        for node in source.nodes:
+            value = record_of(node).value
+            numbers = value.numel() // count if by_token and value.numel() % count == 0 else 0
+            each[node] = new[node], numbers, value.dim(), value.dtype
+    results = tuple((call.path, result) for result, call in called.items())
+    forms = tuple(_form_of(call.output) for call in called.values())
+    given = (new[of_tokens], tokens.dtype), tuple(each.values()), results, forms
+    graph.call_function(guards.require_routing, given)
 
 
 def _form_of(output: Any) -> Any:
@@ -279,14 +272,14 @@ class KeptRouters:
     """The routers that the rewritten graph calls as they are.
 
     Args:
-        forms: what is asked, by the node after which it can be.
+        forms: of which regions `require_form` can ask, by the node after which it can.
         reads: what was read by code that the new graph does not call, and by routers whose results do not tell.
         in_trace: what counts besides where a compiler traces: there a router that draws or writes cannot be run by half.
         unasked: routers of whose results nothing can be asked, as something has been drawn or written by then: what their code asks
             for and reads counts instead.
     """
 
-    forms: dict[Node, list[Form]]
+    forms: dict[Node, list[MoEMatch]]
     reads: tuple[PythonRead, ...]
     in_trace: tuple[PythonRead, ...]
     unasked: frozenset[str]
@@ -312,9 +305,9 @@ def kept_routers(
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     # those whose code leaves plain values on modules that other code reads: self.loss = 0 in eval mode, say
     alone -= {p for p in alone for by, to in captured.handed if is_within(by, {p}) and not is_within(to, {p})}
-    forms: dict[Node, list[Form]] = {}
+    forms: dict[Node, list[MoEMatch]] = {}
     told, limited, counted = set[str](), set[str](), set[str]()
-    by_storage, by_call = _by_storage(captured), nodes_by_call(captured.graph)
+    by_call = nodes_by_call(captured.graph)
     for match in regions:
         calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
         routers = {call.path for call in calls} & alone
@@ -323,13 +316,11 @@ def kept_routers(
         if match.routing.capacity is not None and isinstance(match.routing.capacity.limit, int):
             limited |= routers  # the new graph holds that number, which may be the router's own
         last = _last(match, order)
-        if last is None or any(
-            _changes_more(by_storage, by_call, kept, node) for node in order[: order.index(last) + 1]
-        ):
+        if last is None or any(_changes_more(captured, by_call, kept, node) for node in order[: order.index(last) + 1]):
             counted |= routers
             continue
         told |= {call.path for call in calls if _has_effects(captured, by_call, call)}
-        forms.setdefault(last, []).append(_form(match))
+        forms.setdefault(last, []).append(match)
     set_inside = {str(item.place) for item in captured.stored}
 
     def numbers(read: PythonRead, routers: set[str], kinds: tuple[type, ...] = (int,)) -> bool:
@@ -382,19 +373,6 @@ def _tokens(match: MoEMatch) -> Node:
     return max(sources, key=lambda node: record_of(node).value.dim())
 
 
-def _form(match: MoEMatch) -> Form:
-    tokens = record_of(_tokens(match)).value
-    count = tokens.numel() // tokens.shape[-1]
-    routing = match.routing
-    each: dict[Node, int] = {}
-    for source in (routing.index, *routing.before, *routing.after, *routing.keep):
-        by_token = not source.groups and source.reading not in ("expert", "token_expert_position")
-        for node in source.nodes:
-            numbers = record_of(node).value.numel()
-            each[node] = numbers // count if by_token and numbers % count == 0 else 0
-    return Form(_tokens(match), tuple(each), tuple(each.values()))
-
-
 def _last(match: MoEMatch, order: Sequence[Node]) -> Node | None:
     """The node after which the tokens and all of the routing are known; None if that is only with the region."""
     needed = {_tokens(match), *match.routing.nodes}
@@ -402,29 +380,16 @@ def _last(match: MoEMatch, order: Sequence[Node]) -> Node | None:
     return order[max(places)] if len(places) == len(needed) else None
 
 
-def _by_storage(captured: CapturedBlock) -> dict[int | None, list[Node]]:
-    """The nodes whose values lie in a memory, without those of parameters and buffers."""
-    found: dict[int | None, list[Node]] = {}
-    for node in captured.graph.nodes:
-        if node.op != "output":
-            found.setdefault(record_of(node).storage, []).append(node)
-    for node in captured.graph.find_nodes(op="get_attr"):
-        found.pop(record_of(node).storage, None)
-    return found
-
-
-def _changes_more(
-    by_storage: Mapping[int | None, list[Node]], by_call: Mapping[int, list[Node]], kept: KeptNodes, node: Node
-) -> bool:
+def _changes_more(captured: CapturedBlock, by_call: Mapping[int, list[Node]], kept: KeptNodes, node: Node) -> bool:
     """Whether something was drawn or written with ``node`` that answering calls of modules would not undo."""
     call = kept.calls.get(node)
-    if call is None:
-        return draws(node) or writes_outside(node)
-    inside = by_call[call.number]
-    if call.function is not None:
+    inside = [node] if call is None else by_call[call.number]
+    if call is None or call.function is not None:
         return any(draws(n) or writes_outside(n) for n in inside)
-    written = {record_of(n).storage for n in inside if record_of(n).writes}
-    return any(call.number not in record_of(n).calls for storage in written for n in by_storage.get(storage, ()))
+    nodes = [n for n in captured.graph.nodes if n.op != "output"]
+    beside = {record_of(n).storage for n in nodes if call.number not in record_of(n).calls}
+    beside -= {record_of(n).storage for n in nodes if n.op == "get_attr"}
+    return any(record_of(n).writes and record_of(n).storage in beside for n in inside)
 
 
 def _has_effects(captured: CapturedBlock, by_call: Mapping[int, list[Node]], call: ModuleCall) -> bool:

@@ -39,21 +39,9 @@ _leaves_out = ops.of("argsort eq ne lt le gt ge size numel nelement dim")
 _MARKS = ("one_hot", "marks")
 
 
-@dataclass(frozen=True)
-class GivenIds:
-    """Ids that are given, and used for more than comparisons.
-
-    Args:
-        past: the least id that is too large for the code.
-        from_the_end: whether negative ones count from the last expert.
-    """
-
-    past: int
-    from_the_end: bool
-
-
-def given_ids(match: MoEMatch) -> GivenIds | None:
-    """What the code does with experts' ids that a block is given, where one of them names no expert.
+def given_ids(match: MoEMatch) -> tuple[int, int] | None:
+    """Of ids that a block is given, and uses for more than comparisons, the least that is too large for the code, and E if negative
+    ones count from the last expert, else 0.
 
     A comparison with the number of every expert leaves out an id of none, as the operators do. A look-up takes -1 for the last
     expert, and other code raises an error. An example shows none of that.
@@ -65,14 +53,18 @@ def given_ids(match: MoEMatch) -> GivenIds | None:
     if match.routing.index.reading in _MARKS:
         return None
     given = [node for node in map(_given, match.routing.index.nodes) if node is not None]
-    if len(given) < len(match.routing.index.nodes) or any(_names_none(node, match.num_experts) for node in given):
+    ids = [record_of(node).value for node in given]
+    if len(given) < len(match.routing.index.nodes) or not all(value.numel() for value in ids):
+        return None
+    if any(int(value.min()) < 0 or int(value.max()) >= match.num_experts for value in ids):
         return None
     uses = list(_uses(given))
     if not uses:
         return None
     counts = (count for use in uses if kind(use) == "one_hot" for count in (*use.args[1:], *use.kwargs.values()))
     past = max((count for count in counts if isinstance(count, int)), default=match.num_experts)
-    return GivenIds(past, all(kind(use) == "getitem" or ops.gives_numbers(use) for use in uses))
+    looks_up = all(kind(use) == "getitem" or ops.gives_numbers(use) for use in uses)
+    return past, match.num_experts if looks_up else 0
 
 
 def _uses(given: Iterable[Node]) -> Iterator[Node]:
@@ -97,20 +89,9 @@ def _given(node: Node) -> Node | None:
     return node if node.op == "placeholder" and is_tensor(node) and not is_float(node) else None
 
 
-def _names_none(node: Node, experts: int) -> bool:
-    ids = record_of(node).value
-    return not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= experts
-
-
 @dataclass
 class RoutingEmitter:
-    """Emits a region's routing into a graph.
-
-    Args:
-        match: the region.
-        graph: where to emit it.
-        outside: the new node of every recorded one that the routing is read from.
-    """
+    """Emits a region's routing into a graph. ``outside``: the new node of every recorded one that it is read from."""
 
     match: MoEMatch
     graph: torch.fx.Graph
@@ -119,12 +100,7 @@ class RoutingEmitter:
     def as_given(self, index: Node) -> Node:
         """The ids, checked where the block is given them and its code does something else with an id of no expert."""
         found = given_ids(self.match)
-        if found is None:
-            return index
-        experts = self.match.num_experts
-        return self.graph.call_function(
-            guards.require_experts, (index, found.past, experts if found.from_the_end else 0)
-        )
+        return index if found is None else self.graph.call_function(guards.require_experts, (index, *found))
 
     def kept(self, index: Node, factor: Node | None) -> Node:
         """The ids, and E in the slots that are not kept. A factor of NaN is no zero: then the code may keep such a slot."""
@@ -279,13 +255,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 @dataclass
 class RegionEmitter:
-    """Emits a region into a graph.
-
-    Args:
-        match: the region.
-        graph, weights: where to emit it.
-        outside: the new node of every recorded one that the region reads.
-    """
+    """Emits a region into a graph. ``outside``: the new node of every recorded one that it reads."""
 
     match: MoEMatch
     graph: torch.fx.Graph
@@ -330,25 +300,20 @@ class RegionEmitter:
             result = self.graph.call_function(operator.add, (result, past_experts))
         if match.base is not None and match.passing != "weighted":
             result = self.graph.call_function(operator.add, (self._base(match.base), result))
-        self._check_finite(result)
+        asked = next((condition for condition in match.conditions if condition.of_outputs), None)
+        if asked is not None:  # the code asks whether what experts give is finite
+            self.graph.call_function(guards.require_finite, (result, asked.as_recorded()))
         result = self._restore(result, self._dtype())
         return self.graph.call_method("detach", (result,)) if match.constant else result
 
-    def _check_finite(self, result: Node) -> None:
-        """Where the code asks it of what experts give."""
-        asked = next((condition for condition in self.match.conditions if condition.of_outputs), None)
-        if asked is not None:
-            self.graph.call_function(guards.require_finite, (result, asked.as_recorded()))
-
     def _canonical(self, body: ExpertBody, tokens: Node, index: Node, factor: Node | None) -> Node:
-        operands, up = self.weights.emit(body), None if body.up is None else body.up.base
-        given = (operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
+        (given, glu), up = self.weights.emit(body), None if body.up is None else body.up.base
         bases = (body.gate.base, body.gate_bias, up, body.up_bias, body.down.base, body.down_bias)
         weights = tuple(
             node if node is None or base is None else self._cast(node, self.weights.dtype_of(base))
             for node, base in zip(given, bases)
         )
-        static = (operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
+        static = (glu, body.gate.layout, body.down.layout, body.params, self.recompute_h)
         spec = FfnSpec(body.activation, *static)
         result = self.graph.call_function(
             torch.ops.hexa.moe_ffn.default,

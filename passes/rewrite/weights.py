@@ -12,28 +12,12 @@ from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.ir import Glu, Layout, PackedWeight
+from hexa_fx.ir import Glu, PackedWeight
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.graph import descendants
 from hexa_fx.passes.detect.stacks import Part, Stack, packed_shape, slice_of
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.detect.verdict import Refuse
-
-
-@dataclass(frozen=True)
-class WeightNodes:
-    """Operands of `hexa::moe_ffn`: gate (or first), up where it is a tensor of its own, down, and their biases."""
-
-    w1: Node
-    b1: Node | None
-    w3: Node | None
-    b3: Node | None
-    w2: Node
-    b2: Node | None
-    glu: Glu
-    layout1: Layout
-    layout2: Layout
-
 
 _First = tuple[Node, Node | None, Node | None, Node | None, Glu]
 """w1, b1, w3, b3 and how gate and up lie in these."""
@@ -69,14 +53,16 @@ class WeightEmitter:
         """(E, C) of one base, a bias or a scale; (E,) if it is one number per expert. Read once."""
         if base not in self._by_base:
             dims = self._dims(base)
-            node = self._stacked(base) if dims == 1 and base in self._groups else self._read(_name_of(base), [base], 0)
+            if dims == 1 and base in self._groups:
+                numbers = [self.graph.get_attr(name) for name in self._groups[base]]
+                node = self.graph.call_function(torch.stack, (numbers,))
+            else:
+                node = self._read(_name_of(base), [base], 0)
             self._by_base[base] = node if dims <= 2 else self.graph.call_method("flatten", (node, 1))
         return self._by_base[base]
 
-    def _stacked(self, base: str) -> Node:
-        return self.graph.call_function(torch.stack, ([self.graph.get_attr(name) for name in self._groups[base]],))
-
-    def emit(self, body: ExpertBody) -> WeightNodes:
+    def emit(self, body: ExpertBody) -> tuple[tuple[Node | None, ...], Glu]:
+        """w1, b1, w3, b3, w2, b2 of `hexa::moe_ffn`, of which w3 is up where it is a tensor of its own; and how gate and up lie."""
         w1, b1, w3, b3, glu = self._first(body)
         w2 = self._read("hexa_w2", [body.down.base], body.down.matrices.shape[0])
         number = body.down.matrices.shape[0]
@@ -88,7 +74,7 @@ class WeightEmitter:
             gain = self.graph.call_method("unsqueeze", (self._bias("hexa_gain", body.gain), dim))
             w2 = self.graph.call_function(operator.mul, (w2, gain))
         b2 = self._bias("hexa_b2", body.down_bias)
-        return WeightNodes(w1, b1, w3, b3, w2, b2, glu, body.gate.layout, body.down.layout)
+        return (w1, b1, w3, b3, w2, b2), glu
 
     def _first(self, body: ExpertBody) -> _First:
         gate, up, experts = body.gate, body.up, len(body.gate.matrices)

@@ -263,7 +263,7 @@ def _kept(different: VerificationCase) -> str:
 
 def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settings: VerifySettings) -> str:
     """A sentence if only one token was compared: it looks the same however rows are laid out."""
-    if not inputs.one_token:
+    if inputs.sizes.tokens != 1:
         return ""
     larger = [size(batch, sequence) for batch, sequence in settings.sizes if batch * sequence > 1]
     if any(case.outcome == "equal" and case.name in larger for case in cases):

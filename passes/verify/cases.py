@@ -222,25 +222,10 @@ def tried(run: Callable[[], Outcome]) -> Outcome | Exception:
         return error
 
 
-def repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """A function that calls ``call`` repeatedly and returns the last result."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for _ in range(calls - 1):
-            call(*args, **kwargs)
-        return call(*args, **kwargs)
-
-    return run
-
-
 class UntriedExperts:
     """The experts' weights that no gradient of the original came to so far.
 
     Weights without gradients of their own are left out: frozen ones, and those of large blocks, which have products instead.
-
-    Args:
-        module: the block.
-        weights: of its experts, listed or stacked.
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> None:

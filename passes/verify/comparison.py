@@ -37,7 +37,6 @@ from hexa_fx.passes.verify.cases import (
     UntriedExperts,
     VerificationCase,
     VerifySettings,
-    repeated,
     size,
     tolerance_of,
     tried,
@@ -207,7 +206,7 @@ class Comparison:
 
     def _all_reached(self, top_k: int) -> Iterator[VerificationCase]:
         """Enough tokens for every expert but the first, so that one unlike the others shows; few at a time in large blocks."""
-        experts, rows = self.inputs.num_experts, self.inputs.tokens
+        experts, rows = self.inputs.num_experts, self.inputs.sizes.tokens
         needed = 0 if experts is None else rows_for_all(experts, top_k)
         if experts is not None and needed > rows:
             room = max(self.settings.few, self.settings.room * rows)
@@ -318,7 +317,12 @@ class Comparison:
                 modes.enter_context(InFloat64(self.subject.own))
             if call.override is not None:
                 modes.enter_context(call.override)
-            repeatedly = repeated(forward, call.times)
+
+            def repeatedly(*args: Any, **kwargs: Any) -> Any:
+                for _ in range(call.times - 1):
+                    forward(*args, **kwargs)
+                return forward(*args, **kwargs)
+
             return observe(repeatedly, self.state, call.inputs, call.gradients, slices, self.inputs.asked)
 
     def _may_leave_range(self, call: Call) -> bool:

@@ -46,13 +46,7 @@ class Perturbation:
 
 
 def perturbations(inputs: FreshInputs, module: nn.Module, factors: Sequence[float]) -> Iterator[Perturbation]:
-    """What is tried of a block.
-
-    Args:
-        inputs: the example call and fresh ones like it.
-        module: the block, whose forward names its arguments.
-        factors: on the tokens, from `factors_past_limits`.
-    """
+    """What is tried of a block, whose forward names its arguments. ``factors``: on the tokens, from `factors_past_limits`."""
     yield from _masks(inputs, module)
     place = inputs.tokens_at()
     if place is not None:
@@ -128,12 +122,7 @@ def _with_nan(leaf: torch.Tensor, _: torch.Generator) -> torch.Tensor:
 
 
 def perturbed_cases(comparison: Comparison, gradients: bool) -> Iterator[VerificationCase]:
-    """One for every perturbation.
-
-    Args:
-        comparison: of the two forwards, whose inputs are changed.
-        gradients: whether they are compared at all.
-    """
+    """One for every perturbation. ``gradients``: whether they are compared at all."""
     inputs, subject = comparison.inputs, comparison.subject
     for how in perturbations(inputs, subject.module, comparison.settings.factors):
         leaves, spec = pytree.tree_flatten(inputs.like_example(subject.dtype))
