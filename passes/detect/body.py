@@ -307,9 +307,8 @@ def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[
     ways: list[tuple[list[str | None], str | None]] = []
     if len(later) <= len(first) and not (later and inside):
         each = [*later, *[None] * (len(first) - len(later))] if later else []
-        ways += [
-            ([*added], None) for added in permutations(each)
-        ]  # the up projection may come first, or have the only one
+        # the up projection may come first, or have the only one
+        ways += [([*added], None) for added in permutations(each)]
     if later and (inside or len(later) - 1 <= len(first)) and (len(later) == 1 or not inside):
         ways += [([*added], later[-1]) for added in permutations(later[:-1])]
     if not ways:
