@@ -50,13 +50,9 @@ def explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
         return Refuse(UNCHOSEN, refusal.node)
     if (given := given_inside(captured)) is not None:
         return given
-    odd = odd or _hooks_on_experts(block, groups)
+    odd = (odd if refusal.reason != INSIDE else "") or _hooks_on_experts(block, groups)
     uneven = _uneven(captured) if refusal.reason == MIXED else None
-    known = (
-        shared_by_some(parameters)
-        or uneven
-        or (f"{odd} ({refusal.reason})" if odd and refusal.reason != INSIDE else None)
-    )
+    known = shared_by_some(parameters) or uneven or (f"{odd} ({refusal.reason})" if odd else None)
     elsewhere = isinstance(refusal, NoRouting) and not known and not chooses(captured)
     return Refuse(known or refusal.reason, refusal.node, elsewhere)
 

@@ -142,9 +142,8 @@ def group_instances(contractions: list[Contraction]) -> list[Instance]:
         first = tuple(c for c in of_expert[second.expert] if c.node in behind)
         turns = [c for c in seconds if (c.base, c.expert) == (second.base, ALL)]
         by_base = [[c for c in first if c.base == base] for base in dict.fromkeys(c.base for c in first)]
-        if second in turns and all(
-            len(firsts) == len(turns) for firsts in by_base
-        ):  # joined, and taken apart in one order
+        joined = second in turns and all(len(firsts) == len(turns) for firsts in by_base)
+        if joined:  # and taken apart again, in one order
             first = tuple(firsts[turns.index(second)] for firsts in by_base)
         if not first:
             raise Refuse("an expert's second projection does not read its first", second.node)
