@@ -31,7 +31,7 @@ from hexa_fx.passes.detect import Form, MoEMatch, detect_block
 from hexa_fx.passes.detect.decisions import is_size
 from hexa_fx.passes.detect.graph import adds_dimension, ancestors, descendants, is_float, is_tensor, literals, twins
 from hexa_fx.passes.detect.rules import constant
-from hexa_fx.passes.detect.steps import FreeBody, OfExpert, Product, RowFactor, TokenRows
+from hexa_fx.passes.detect.steps import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.tags import Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -162,6 +162,7 @@ class _Walk:
     replaced: frozenset[Node]
     lost: dict[Node, Lost] = field(default_factory=dict)
     seen: set[tuple[Role, Node]] = field(default_factory=set)
+    emitted: set[Node] = field(default_factory=set)
     todo: list[tuple[Role, Node]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -194,6 +195,8 @@ class _Walk:
             for node, part in body.steps.items():
                 if isinstance(part, (TokenRows, RowFactor)):
                     self._also("rows" if isinstance(part, TokenRows) else "factor", body.runs[node])
+                elif isinstance(part, FromExpert):
+                    self.emitted |= {*body.runs[node]}
         else:
             self.todo += [("hidden", data) for data in self.ends.values()]
             self.todo += [("rows", c.data) for instance in self.match.instances for c in instance.first]
@@ -330,7 +333,7 @@ class _Walk:
     def _weights(self, node: Node) -> None:
         """The experts' parameters on their way to what reads them: the rewritten graph reads them as they are."""
         moved = ops.moves(node) or ops.makes(node) or not (is_tensor(node) and node.op.startswith("call"))
-        if moved:
+        if moved or node in self.emitted:
             self._also("weights", self._parameters_in(node))
         else:
             self._lose(node, "weights")

@@ -85,15 +85,6 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
 def _detect_family(family: Family, form: Form) -> MoEMatch:
     """The region with experts of the standard form, or else with experts of any form that run one at a time."""
     try:
-        return _in_form(family, form)
-    except Refuse as refusal:
-        if refusal.reason == INSIDE:  # what stands in their way without dropout too is the reason
-            _detect_standard(family)
-        raise
-
-
-def _in_form(family: Family, form: Form) -> MoEMatch:
-    try:
         if form == "free":
             idle = has_idle(family.captured)
             raise Refuse(INSIDE if idle else "its experts are not read in the standard form")

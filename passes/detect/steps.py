@@ -23,7 +23,7 @@ from hexa_fx.capture.records import reached
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Layout
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, live_nodes, twins
+from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, literals, live_nodes, twins
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.stacks import Form, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
@@ -87,6 +87,11 @@ class OfExpert:
 
 
 @dataclass(frozen=True)
+class FromExpert:
+    """The recorded operation, element by element, on a parameter of the row's expert: ``1 + weight``, ``softplus(beta)``, IA3's."""
+
+
+@dataclass(frozen=True)
 class Product:
     """``data @ W[e].T + b[e]``."""
 
@@ -101,7 +106,7 @@ class Copy:
     """The recorded operation on the new operands."""
 
 
-Role = TokenRows | RowFactor | RowCount | Outside | Shared | Literal | OfExpert | Product | Copy
+Role = TokenRows | RowFactor | RowCount | Outside | Shared | Literal | OfExpert | FromExpert | Product | Copy
 
 
 @dataclass(frozen=True)
@@ -334,7 +339,11 @@ class StepReader:
                 "norms are what can be rewritten"
             )
             raise Refuse(TIED if ops.contracts(node) else said, node)
-        return self._copy(column)
+        found = self._copy(column)
+        made = any(isinstance(self.roles[n], FromExpert) for n in parameters)
+        if made and operation(node) in ACTIVATIONS_WITH_PARAMETER:
+            raise Refuse(MADE_OF_A_PARAMETER, node)
+        return found
 
     def _check_rows(self, column: Column) -> None:
         node = column[self.run]
@@ -415,20 +424,27 @@ class StepReader:
             return Shared(str(node.target))
         return self._copy(column)
 
-    def _of_expert(self, column: Column) -> OfExpert:
+    def _of_expert(self, column: Column) -> OfExpert | FromExpert:
         node = column[self.run]
         bases = self.tags[node].bases
         stored = self.weights.table(next(iter(bases))) if len(bases) == 1 else None
         if stored is None:
             raise Refuse("the experts compute with a combination of their parameters", node)
-        table = stored[1]
-        for member, expert in zip(column, self.experts):
-            same = expert < len(table) and torch.equal(self.replay.value(member).flatten(), table[expert])
-            if (
-                ops.works_on_one(node) or ops.broadcasts(node) or not same
-            ):  # which may do nothing on the example, as a clamp
-                raise Refuse(MADE_OF_A_PARAMETER, node)
-        return OfExpert(next(iter(bases)), tuple(record_of(node).value.shape))
+        table, by_element = stored[1], ops.works_on_one(node) or ops.broadcasts(node)
+        same = all(
+            expert < len(table) and torch.equal(self.replay.value(member).flatten(), table[expert])
+            for member, expert in zip(column, self.experts)
+        )
+        # what may do nothing on the example, as a clamp, is done all the same
+        if same and not (by_element and len(node.all_input_nodes) == 1):
+            return OfExpert(next(iter(bases)), tuple(record_of(node).value.shape))
+        operands = [n.all_input_nodes for n in column]
+        done = {(operation(n), tuple(literals([n])), len(given)) for n, given in zip(column, operands)}
+        known = by_element and len(done) == 1 and len(operands[0]) == 1 and not record_of(node).writes
+        if not known or record_of(operands[self.run][0]).value.shape != record_of(node).value.shape:
+            raise Refuse(MADE_OF_A_PARAMETER, node)
+        self._visit(tuple(given for (given,) in operands))
+        return FromExpert()
 
     def _tensor(self, column: Column) -> Role:
         source = self._token_rows(column)

@@ -30,6 +30,7 @@ from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.steps import (
     FreeBody,
+    FromExpert,
     Literal,
     OfExpert,
     Outside,
@@ -114,7 +115,7 @@ class RowEmitter:
         """The (T, D) result for ids and routing weights (T, k)."""
         self._route(index, top_k)
         for node, role in self.body.steps.items():
-            if not isinstance(role, OfExpert):
+            if not isinstance(role, (OfExpert, FromExpert)):
                 made, cut = self._step(node, role), is_float(node) and not record_of(node).gradient
                 self._new[node] = self._method("detach", made) if cut else made
         rows = self._new[self.body.output]
@@ -236,10 +237,13 @@ class RowEmitter:
     def _copy(self, node: Node) -> Node:
         if node in self._kept:
             return self._call(drop, self._operand(node.all_input_nodes[0], node), self._kept[node], probability(node))
-        parameters = [n for n in node.all_input_nodes if isinstance(self.body.steps[n], OfExpert)]
+        parameters = [n for n in node.all_input_nodes if isinstance(self.body.steps[n], (OfExpert, FromExpert))]
         if parameters and operation(node) in _SPECIAL:
             return _SPECIAL[operation(node)](self, node)
-        copy = self.graph.node_copy(node, lambda operand: self._operand(operand, node))
+        return self._as_recorded(node, lambda operand: self._operand(operand, node))
+
+    def _as_recorded(self, node: Node, operand: Callable[[Node], Node]) -> Node:
+        copy = self.graph.node_copy(node, operand)
         copy.meta = {"from": node.name, "location": record_of(node).location}
         self._count_dims(copy, _PLACE_OF_DIM.get(operation(node), 0))
         return copy
@@ -256,8 +260,15 @@ class RowEmitter:
             copy.update_arg(place, map_aggregate(copy.args[place], counted))
 
     def _operand(self, operand: Node, reader: Node) -> Node:
-        role = self.body.steps[operand]
-        return self._of_expert(role, self._dims(reader)) if isinstance(role, OfExpert) else self._new[operand]
+        is_parameter = isinstance(self.body.steps[operand], (OfExpert, FromExpert))
+        return self._of_parameter(operand, self._dims(reader)) if is_parameter else self._new[operand]
+
+    def _of_parameter(self, node: Node, dims: int) -> Node:
+        """A parameter of every row's expert, or what is made of it, for a reader with ``dims`` dimensions."""
+        role = self.body.steps[node]
+        if isinstance(role, OfExpert):
+            return self._of_expert(role, dims)
+        return self._as_recorded(node, lambda operand: self._of_parameter(operand, dims))
 
     def _norm(self, node: Node) -> Node:
         """A normalisation with the expert's weight and bias: done without them, then scaled and shifted."""

@@ -1,5 +1,6 @@
 """What code does to experts' parameters before it uses them, whether that has an effect on the example or not."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 import hexa_fx
 from tests.detect.test_what_strangers_write import Mixture
-from tests.zoo.agree import rewritten, tokens
+from tests.zoo.agree import agree, rewritten, tokens
 from tests.zoo.common import TopKGate
 from tests.zoo.variant import D, E, I
 
@@ -61,10 +62,10 @@ DORMANT: dict[str, Function] = {
     "largest norm": lambda s, x: F.linear(F.relu(s.up(x)), s.down.weight / (s.down.weight.norm() / 1e3).clamp(min=1)),
     "where": lambda s, x: F.linear(torch.sin(s.up(x)), torch.where(s.down.weight.abs() < 20, s.down.weight, 0.0)),
 }
-MADE: dict[str, Function] = {
+EMITTED: dict[str, Function] = {
+    "limited scale": lambda s, x: s.down(F.relu(s.up(x)) * s.scale.clamp(max=20)),
     "one more": lambda s, x: s.down(F.rms_norm(s.up(x), (I,), 1 + s.scale)),
     "softplus": lambda s, x: s.down(torch.sin(s.up(x)) * F.softplus(2 * s.scale).sqrt()),
-    "limited scale": lambda s, x: s.down(torch.sin(s.up(x)) * s.scale.clamp(max=20)),
 }
 
 
@@ -77,10 +78,16 @@ def test_what_does_nothing_on_the_example_is_not_dropped(make: Callable[[], nn.M
     assert "is applied to parameters of the experts before these are read" in report.reason
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_experts_that_make_vectors_of_their_parameters_are_refused(name: str) -> None:
-    (report,) = hexa_fx.explain(computing(MADE[name]).double(), tokens(2, 7)).blocks
-    assert "the experts compute with something made from a parameter" in report.reason
+@pytest.mark.parametrize("name", EMITTED)
+def test_what_is_done_to_each_number_is_done_in_every_call(name: str) -> None:
+    block = computing(EMITTED[name]).double()
+    original = copy.deepcopy(block)
+    optimized = rewritten(block, tokens(2, 7))
+    for factor in (1.0, 30.0):
+        for each in (original, optimized):
+            for expert in each.experts:
+                expert.scale.data.mul_(factor)
+        agree(original, optimized, tokens(3, 5))
 
 
 class FilmExpert(nn.Module):
