@@ -32,6 +32,7 @@ from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.read_values import alike, gradients_asked
 from hexa_fx.isolation.shadow import InPlace, put_apart, shadow_of
+from hexa_fx.isolation.size import collected_after
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
@@ -214,6 +215,7 @@ class Specialiser:
         effects = Sandbox(shadow)
         try:
             with (
+                collected_after(),
                 compiled_as_python(),
                 gradients_kept(shadow),
                 kernels_requested(config.compute),

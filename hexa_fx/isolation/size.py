@@ -1,8 +1,10 @@
-"""Memory of an analysis: how much it may hold beside the model, what is too large to be held in float64 as a whole."""
+"""Memory of an analysis: how much it may hold beside the model, what is too large to be held in float64 as a whole, and garbage."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -126,3 +128,16 @@ def available_bytes() -> int | None:
     """Bytes that programs may still take; None where nothing says so."""
     lines = _MEMORY.read_text(encoding="ascii").splitlines() if _MEMORY.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+
+
+@contextmanager
+def collected_after() -> Iterator[None]:
+    """What an analysis leaves is collected at once where a device is in use, since graphs refer to themselves. Garbage would hold
+    memory there, and what autograd keeps of a parameter, which remembers the stream that it first ran on: a step of the model could
+    not be recorded as a CUDA graph.
+    """
+    try:
+        yield
+    finally:
+        if gc.isenabled() and torch.cuda.is_initialized():
+            gc.collect()

@@ -419,8 +419,8 @@ def test_fp8_layer(gated: bool) -> None:
 @pytest.mark.parametrize("tokens", [5, 60], ids=["8 rows", "32 rows"])
 def test_few_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, layouts: str) -> None:
     """Three launches of which two begin early; more steps than stages, a block's units of several experts."""
-    monkeypatch.setattr(few_tokens.decode, "very_few", lambda slots, experts: True)
-    monkeypatch.setattr(few_tokens.decode, "MOST_SHORT_BUCKET", 5)
+    monkeypatch.setattr(few_tokens.decode.family, "very_few", lambda slots, experts: True)
+    monkeypatch.setattr(few_tokens.decode.family, "MOST_SHORT_BUCKET", 5)
     cuda_choosing.forget_choices()
     ids = make_routing("sentinels", tokens, 3, few_tokens.EXPERTS).index
     spec = FfnSpec("silu", "concat", *layouts.split())
