@@ -242,7 +242,7 @@ class ModuleState:
             for name in before if id(child) in changed else ():
                 if isinstance(before[name], _PLAIN) and not isinstance(child.__dict__.get(name), _PLAIN):
                     yield path, f"{name}, which is gone", True
-        found = [*self._shared, *(holder for holder, _ in self._contents.changed())]
+        found = [*self._shared, *self._contents.changed()]
         for holder in {id(holder.value): holder for holder in found}.values():
             yield from (("", label, item) for label, item in _plain_contents(holder.label, holder.value))
 

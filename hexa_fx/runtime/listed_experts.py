@@ -57,11 +57,9 @@ class ListedExperts(WeightReader):
 
     def refresh(self) -> None:
         """Raises `GuardMiss` if an expert was replaced or hooked. Call it before the block has any effect."""
-        if is_compiling():
-            self._check_kinds([self.first_in_trace()])
-            return
-        self.check()
-        if _traced():
+        if not is_compiling():
+            self.check()
+        if is_compiling() or _traced():
             self._check_kinds([self.first_in_trace()])
             return
         first, last = self.ends()  # what changes parameters changes all of them, and every read looks at each
