@@ -46,10 +46,6 @@ class ChoosingCall:
         """Number of times it chooses."""
         return self.scores.numel() // max(1, self.size)
 
-    def numbered(self, number: int) -> Choice:
-        """Its description, as the ``number``-th of its kind in a run."""
-        return Choice(self.name, self.size, self.width, number)
-
     def ids(self, result: Any) -> Tensor:
         """(rows, width) ids in ``result``, which the call gave; the best first."""
         index: Tensor = result[1] if self.name in ("topk", "max", "sort") else result
@@ -135,7 +131,7 @@ class ChoiceCounter:
     def numbered(self, call: ChoosingCall) -> Choice:
         kind = call.name, call.size, call.width
         number = self._seen[kind] = self._seen.get(kind, -1) + 1
-        return call.numbered(number)
+        return Choice(*kind, number)
 
 
 def with_groups(ids: Tensor, call: ChoosingCall, experts: int) -> Tensor:

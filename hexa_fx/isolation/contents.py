@@ -167,11 +167,7 @@ def is_as(one: Any, two: Any) -> bool:
     """Whether it is the same object, or an equal plain one, or a tuple of such."""
     if type(one) is tuple and type(two) is tuple:
         return len(one) == len(two) and all(map(is_as, one, two))
-    return one is two or (_plain(one) and type(one) is type(two) and one == two)
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) and not isinstance(value, torch.Tensor)
+    return one is two or (isinstance(one, PLAIN) and type(one) is type(two) and one == two)
 
 
 def put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:

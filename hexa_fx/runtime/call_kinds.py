@@ -170,10 +170,6 @@ class RefusedKind:
         """Whether it has held for as many calls as it should."""
         return self._left is not None and self._left <= 0
 
-    def bind(self, module: nn.Module) -> None:
-        """Watches ``module`` from now on."""
-        self.attributes.bind(module)
-
     def holds(self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], missed: str = "") -> bool:
         """Whether a call, of which ``kind`` is what it is like, is of this kind. Counts it if it is."""
         if self.is_over or self.missed not in ("", missed) or self.kind != kind:
