@@ -124,11 +124,9 @@ def python_kernels(func: Any) -> dict[str | None, Any] | None:
 def fx_target(func: Any, name: str) -> tuple[str, Any]:
     if name in _OPERATORS:
         return "call_function", _OPERATORS[name]
-    if getattr(torch.Tensor, name, None) is func:
-        return "call_method", name
-    if getattr(func, "__module__", "") == "torch._tensor" and hasattr(torch.Tensor, name):
-        return "call_method", name  # what ``**`` calls: a wrapper of a method that has no import path
-    return "call_function", func
+    # what ``**`` calls is a wrapper of a method that has no import path
+    wraps = getattr(func, "__module__", "") == "torch._tensor" and hasattr(torch.Tensor, name)
+    return ("call_method", name) if wraps or getattr(torch.Tensor, name, None) is func else ("call_function", func)
 
 
 def written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Tensor | None:

@@ -147,11 +147,7 @@ def with_groups(ids: Tensor, call: ChoosingCall, experts: int) -> Tensor:
 
 def numbers_intervals(name: str, args: tuple[Any, ...], result: Any) -> bool:
     """Whether a call makes whole numbers of fractions, as those of the intervals that times lie in, or of comparisons."""
-    if (
-        ops.canonical(name) not in ops.CASTS
-        or not isinstance(result, torch.Tensor)
-        or not isinstance(args[0], torch.Tensor)
-    ):
+    if ops.canonical(name) not in ops.CASTS or not (isinstance(result, Tensor) and isinstance(args[0], Tensor)):
         return False
     made_of = args[0].is_floating_point() or args[0].dtype == torch.bool
     return made_of and result.dtype in (torch.int64, torch.int32)

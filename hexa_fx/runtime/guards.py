@@ -77,11 +77,7 @@ class SizeMiss(GuardMiss):
 
 
 class ReadMiss(GuardMiss):
-    """Something that was read from Python has another value; ``read``: its name.
-
-    Args:
-        read: where it lies.
-    """
+    """Something that was read from Python has another value; ``read``: its name, which says where it lies."""
 
     def __init__(self, read: str) -> None:
         super().__init__(f"{read!r} is not what it was when the block was rewritten; {AGAIN}")

@@ -62,7 +62,8 @@ class ListedExperts(WeightReader):
         if is_compiling() or _traced():
             self._check_kinds([self.found_in_trace(self.paths[0])])
             return
-        first, last = self.ends()  # what changes parameters changes all of them, and every read looks at each
+        # what changes parameters changes all of them, and every read looks at each
+        first, last = self._owners[0].get(self._names[0]), self._owners[-1].get(self._names[-1])
         if first is None or last is None or _kinds_of((first, last)) != self._ends:
             self._lie_in_place(self.tensors())
 

@@ -98,12 +98,6 @@ class WeightReader:
             raise GuardMiss(f"there is no longer a parameter {'.'.join(gone)!r}")
         return found
 
-    def ends(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The first and the last of them, if they are there."""
-        if not self._ready:
-            self._walk_once()
-        return self._owners[0].get(self._names[0]), self._owners[-1].get(self._names[-1])
-
     def tensors_in_trace(self) -> list[torch.Tensor]:
         """As `tensors`, by plain attribute access all the way, which tracers can follow."""
         return [self.found_in_trace(path) for path in self.paths]
