@@ -85,7 +85,7 @@ class FirstCall(InPlace):
     __globals__ = NoGlobals()
 
     def __init__(self, module: nn.Module, path: str, shared: Shared) -> None:
-        self._own_original, self._path, self._shared = module.__dict__.get(FORWARD), path, shared
+        self.own_forward, self._path, self._shared = module.__dict__.get(FORWARD), path, shared
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
@@ -125,14 +125,14 @@ class FirstCall(InPlace):
     def go(self, module: nn.Module) -> None:
         """Takes it off its module."""
         if self._waits(module) or REPLICATE not in vars(module):  # else that is of a block that was rewritten meanwhile
-            take_off(module, self, self._own_original)
+            take_off(module, self, self.own_forward)
 
     def _now(self, module: nn.Module, slot: str) -> Callable[..., Any]:
         """The forward in whose place this one was: the module itself may have become a rewritten block."""
         installed = vars(module).get(slot, self._instead or self)
         if installed is not self:
             return installed  # type: ignore[no-any-return]
-        return self._own_original or functools.partial(type(module).forward, module)
+        return self.own_forward or functools.partial(type(module).forward, module)
 
     def _analyse_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
         """Analyses the module, which then waits no more. It waits on if the user ends it, or the model's code raises what is
@@ -144,7 +144,7 @@ class FirstCall(InPlace):
             own, there = vars(module), {slot: vars(module)[slot] for slot in PUT_ON if slot in vars(module)}
             try:
                 with self._in_front(module), self._shared.analysing():
-                    self._shared.analyse(module, self._path, self._own_original, copied(args), copied(kwargs))
+                    self._shared.analyse(module, self._path, self.own_forward, copied(args), copied(kwargs))
             except HexaError:
                 let_go(module)
                 raise
@@ -175,11 +175,11 @@ class FirstCall(InPlace):
         """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""
         module: Any = self.module
         made: nn.Module = type(module)._replicate_for_data_parallel(module)
-        take_off(made, self, self._own_original)
+        take_off(made, self, self.own_forward)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: vars(self)[name] for name in ("_own_original", "_path", "_shared")}
+        kept = {name: vars(self)[name] for name in ("own_forward", "_path", "_shared")}
         return {**kept, "module": self.module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

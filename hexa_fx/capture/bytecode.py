@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import operator
 import types
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -200,6 +201,7 @@ def _adds(found: list[Instruction], at: int, name: str) -> bool:
     return end < len(found) and found[end].opname == "STORE_SUBSCR"
 
 
+_offset = operator.attrgetter("offset")
 _ENDS = ("STORE", "POP_TOP", "RETURN", "YIELD", "FOR_ITER", "RAISE")
 
 
@@ -239,7 +241,3 @@ def _raises(way: Sequence[Instruction]) -> bool:
         (i.opname for i in way if "JUMP" in i.opname or i.opname.startswith(("RAISE", "RETURN", "FOR_ITER"))), ""
     )
     return end == "RAISE_VARARGS"
-
-
-def _offset(found: Instruction) -> int:
-    return found.offset

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import operator
 import sys
+import traceback
 import types
 from typing import Any
 
@@ -53,16 +53,6 @@ _NAMES = (
 )
 _OPERATORS = {name: getattr(operator, name) for name in (f"__{word}__" for word in _NAMES.split())}
 _OPERATORS["__setitem__"] = functional.set_item
-
-
-SYMBOLIC_FUNCTIONS = {
-    "sym_float": float,
-    "sym_int": int,
-    "sym_max": max,
-    "sym_min": min,
-    "sym_not": operator.not_,
-    "_sym_sqrt": math.sqrt,
-}
 
 
 _MEMORY = frozenset("untyped_storage storage storage_offset".split())
@@ -134,11 +124,9 @@ def python_kernels(func: Any) -> dict[str | None, Any] | None:
 def fx_target(func: Any, name: str) -> tuple[str, Any]:
     if name in _OPERATORS:
         return "call_function", _OPERATORS[name]
-    if getattr(torch.Tensor, name, None) is func:
-        return "call_method", name
-    if getattr(func, "__module__", "") == "torch._tensor" and hasattr(torch.Tensor, name):
-        return "call_method", name  # what ``**`` calls: a wrapper of a method that has no import path
-    return "call_function", func
+    # what ``**`` calls is a wrapper of a method that has no import path
+    wraps = getattr(func, "__module__", "") == "torch._tensor" and hasattr(torch.Tensor, name)
+    return ("call_method", name) if wraps or getattr(torch.Tensor, name, None) is func else ("call_function", func)
 
 
 def written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Tensor | None:
@@ -210,12 +198,10 @@ def why_not_recorded(error: Exception) -> str:
 
 def raised_at(error: BaseException | None) -> SourceLocation | None:
     """The innermost line of the user's code in an error's traceback."""
-    found, trace = None, error.__traceback__ if error is not None else None
-    while trace is not None:
-        module = module_name(trace.tb_frame.f_globals)
-        if module != "torch" and not module.startswith(("torch.", "hexa_fx.", "contextlib")):
-            found = SourceLocation(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-        trace = trace.tb_next
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__ if error is not None else None):
+        if not f"{module_name(frame.f_globals)}.".startswith(("torch.", "hexa_fx.", "contextlib.")):
+            found = SourceLocation(frame.f_code.co_filename, line)
     return found
 
 

@@ -96,7 +96,7 @@ def stored_values(
     """Attributes and buffers that are not what they were at ``snapshot``, or were set to a literal. ``hold`` is told of those that
     were set to another plain value that they had: a condition, as the rewritten block sets none."""
     for path, module in named_modules(block):
-        own, before = module.__dict__, snapshot.attributes(module)
+        own, before = module.__dict__, snapshot.before(module.__dict__)
         changed = [name for name, value in own.items() if name not in before or value is not before[name]]
         again = [name for name in settings.names(id(module)) if name in own.keys() - {*changed, *MODULE_STATE}]
         for name in again:
@@ -104,7 +104,7 @@ def stored_values(
                 hold(module, name, before[name], frozenset(settings.scopes[id(module), name]))
         now = {name: own[name] for name in (*changed, *(n for n in again if _is_literal(before[n])))}
         # buffers in whose place other tensors are, as after ``self.usage = 0.9 * self.usage + used``
-        buffers, held = module._buffers, snapshot.buffers(module)
+        buffers, held = module._buffers, snapshot.before(module._buffers)
         now |= {name: buffers[name] for name in held if name in buffers and buffers[name] is not held[name]}
         for name, value in now.items():
             if recorder.asked.get(inside(path, name), MISSING) is value:  # the number that it was asked for

@@ -125,11 +125,9 @@ class ModelRun(TorchFunctionMode):
         kwargs, name = kwargs or {}, ops.canonical(getattr(func, "__name__", ""))
         if is_compiling():  # as torch.cond() does, which the compiler follows through this code, too
             return func(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        self.used.update(id(each) for each in given if isinstance(each, nn.Parameter))
-        self.used.update(
-            id(each) for some in given if type(some) in (list, tuple) for each in some if isinstance(each, nn.Parameter)
-        )
+        for given in (*args, *kwargs.values()):
+            several = given if type(given) in (list, tuple) else (given,)
+            self.used.update(id(each) for each in several if isinstance(each, nn.Parameter))
         result = func(*args, **kwargs)
         if self.stack and (_selects(name, args, result) or self._finds_ids(name, args, kwargs)):
             self.selecting.add(self.stack[-1])

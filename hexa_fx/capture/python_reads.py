@@ -71,6 +71,7 @@ class PythonReads:
         self._met: dict[int, Any] = {}
         self.settings = Settings(recorder.scopes)
         self.objects = Kept(self.settings)
+        self.leave = self.objects.leave
         self._patched: dict[type, dict[str, Any]] = {}
         self._busy, self._running, self._thread = False, False, 0
         self.ran = RanCode(self.read, recorder.scopes)
@@ -247,10 +248,6 @@ class PythonReads:
         self.edges.of(module).setdefault(registry, edge).scopes.add(self._scope)
 
     # -- what the recorder tells --------------------------------------------------------------------------------------
-
-    def leave(self, scope: str) -> None:
-        """As the code of a module hands over to another's."""
-        self.objects.leave(scope)
 
     def note_write(self, parameter: torch.Tensor) -> None:
         """Notes that code writes to a parameter, as of the module whose code does."""

@@ -105,10 +105,9 @@ class ReadEdges:
             yield PythonRead("", ("code",), Code(tuple(several)), True, by)
 
     def _roots(self) -> list[int]:
-        """Ids of what is no part of the block and was read, if nothing that was read led there."""
+        """Ids of what is no part of the block and was read, those first to which nothing led that was read."""
         led = {id(edge.value) for edge in self}
-        roots = [number for number in self._of if number not in self.modules and number not in led]
-        return roots + [number for number in self._of if number not in self.modules and number in led]
+        return sorted((number for number in self._of if number not in self.modules), key=led.__contains__)
 
     def ways(self, wanted: Collection[int]) -> dict[int, list[Container]]:
         """The ways in which the code came to the objects with these ids, the shortest first."""

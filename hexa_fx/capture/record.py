@@ -171,7 +171,7 @@ def _capture(
         stored = (*reads.objects.added(reads.edges, reads.ran, recorder), *of_modules, *of_objects)
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *(id(edge.value) for edge in reads.edges)}
         changed = [*reads.objects.changed(reads.edges)]
-        changed += [ChangedInPlace(holder.label, frozenset({""})) for holder, _ in given.changed()]
+        changed += [ChangedInPlace(holder.label, frozenset({""})) for holder in given.changed()]
     results = [item.value for item in stored if item.value is not UNKNOWN]
     recorder.graph.output((output, results) if results else output).meta["hexa"] = NodeRecord(None)
     return CapturedBlock(

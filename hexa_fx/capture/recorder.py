@@ -29,7 +29,6 @@ from hexa_fx.capture.calls import (
     METADATA,
     SETS_DATA,
     SETS_GRADIENT,
-    SYMBOLIC_FUNCTIONS,
     TEXTS,
     UnreadableTensor,
     as_constant,
@@ -47,7 +46,7 @@ from hexa_fx.capture.calls import (
 )
 from hexa_fx.capture.ran_code import untold
 from hexa_fx.capture.records import Listener, ModuleCall, NodeRecord, memory_of, record_of
-from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, noted_text, plain, wrap
+from hexa_fx.capture.symint import SYMBOLIC, SYMBOLIC_FUNCTIONS, SymbolicSize, noted_text, plain, wrap
 from hexa_fx.contexts import items_set
 from hexa_fx.isolation.lookup import MISSING, attributes, fields_of, tensors_in
 from hexa_fx.isolation.trial_modes import end_after
@@ -207,14 +206,14 @@ class Recorder(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             self._bind(result, node)
             return result
-        if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
-            return self._note_pieces(type(result)([self._wrap_item(p, node, i) for i, p in enumerate(result)]), node)
-        return result
-
-    def _wrap_item(self, item: Any, node: torch.fx.Node, index: int) -> Any:
-        if not isinstance(item, (torch.Tensor, tuple, list)):
-            return item
-        return self._wrap_result(item, self.add("call_function", operator.getitem, (node, index), {}, item))
+        if not isinstance(result, (tuple, list)) or isinstance(result, torch.Size):
+            return result
+        items = [*result]
+        for place, item in enumerate(items):
+            if isinstance(item, (torch.Tensor, tuple, list)):
+                child = self.add("call_function", operator.getitem, (node, place), {}, item)
+                items[place] = self._wrap_result(item, child)
+        return self._note_pieces(type(result)(items), node)
 
     def _wrap_numbers(self, value: Any, node: torch.fx.Node) -> Any:
         """The result of ``item()`` or ``tolist()`` as symbolic numbers."""
@@ -347,7 +346,9 @@ class Recorder(TorchFunctionMode):
         if name == "unbind":  # also what iterating over a tensor calls: the host now knows how many rows there are
             self.note_decision(node)
         if written is not None:
-            self._note_write(written, node)
+            record_of(node).writes = True
+            self._bind(written, node)
+            self.written[memory_of(written)] = (node, id(written))
             return result
         if isinstance(result, (bool, int, float)):
             self.note_decision(node)
@@ -402,11 +403,6 @@ class Recorder(TorchFunctionMode):
                 return code(*args, **kwargs)
 
         return kernel
-
-    def _note_write(self, written: torch.Tensor, node: torch.fx.Node) -> None:
-        record_of(node).writes = True
-        self._bind(written, node)
-        self.written[memory_of(written)] = (node, id(written))
 
 
 def _leaves_torch(node: torch.fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx import operations as ops
 from hexa_fx.capture.captured import CapturedBlock
-from hexa_fx.capture.records import memory_of, record_of
+from hexa_fx.capture.records import memory_of, reached, record_of
 from hexa_fx.isolation.outcome import largest, largest_of
 from hexa_fx.isolation.size import InPieces, batches, is_out_of_memory
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
@@ -128,7 +128,7 @@ class Replay:
         self._nodes = [node for node in captured.graph.nodes if node.op != "output"]
         self._position = {node: index for index, node in enumerate(self._nodes)}
         self._frozen: dict[torch.fx.Node, Any] = {}
-        self._by_storage: dict[int, list[torch.fx.Node]] = {}
+        self._by_storage: dict[int | None, list[torch.fx.Node]] = {}
         for node in self._nodes:
             storage = record_of(node).storage
             if storage is not None:
@@ -207,8 +207,7 @@ class Replay:
         """Values of ``wanted`` if the nodes in ``replace`` had the given values (same shapes, float64). Raises `CannotReplay` if an
         operation fails on these. A replaced node keeps its place in the order of writes, but not its memory."""
         targets = list(wanted)
-        stale = self._stale(replace)
-        needed = self._needed(targets, stale, replace)
+        needed = self._needed(targets, self._stale(replace))
         values: dict[torch.fx.Node, Any] = {node: self._own(node, tensor) for node, tensor in replace.items()}
         answers = {node: self._own(node, replace[node]) for node in targets if node in replace}
         open_targets = set(targets) - set(answers)
@@ -234,39 +233,25 @@ class Replay:
 
     def _stale(self, replace: Mapping[torch.fx.Node, Any]) -> set[torch.fx.Node]:
         """Nodes whose value may change: downstream of a replacement, or sharing memory with a write that is."""
-        stale: set[torch.fx.Node] = set()
-        written: set[int] = set()
-        frontier = [user for node in replace for user in node.users]
-        while frontier:
-            node = frontier.pop()
-            if node in stale or node in replace or node.op == "output":
-                continue
-            stale.add(node)
-            frontier.extend(node.users)
-            record = record_of(node)
-            if record.writes and record.storage is not None and record.storage not in written:
-                written.add(record.storage)
-                frontier.extend(self._by_storage[record.storage])
-        return {node for node in stale if node.op not in ("placeholder", "get_attr")}
+        unseen = {**self._by_storage}
 
-    def _needed(
-        self, targets: list[torch.fx.Node], stale: set[torch.fx.Node], replace: Mapping[torch.fx.Node, Any]
-    ) -> list[torch.fx.Node]:
+        def onward(node: torch.fx.Node) -> list[torch.fx.Node]:
+            written = record_of(node).writes and node not in replace
+            shared = unseen.pop(record_of(node).storage, ()) if written else ()
+            return [other for other in (*node.users, *shared) if other not in replace and other.op != "output"]
+
+        found = reached(replace, onward).difference(replace)
+        return {node for node in found if node.op not in ("placeholder", "get_attr")}
+
+    def _needed(self, targets: list[torch.fx.Node], stale: set[torch.fx.Node]) -> list[torch.fx.Node]:
         """The stale nodes that ``targets`` depend on, in order. Sharing memory with a write counts as depending on it."""
-        needed: set[torch.fx.Node] = set()
-        shared: set[int] = set()
-        frontier = [node for node in targets if node in stale]
-        while frontier:
-            node = frontier.pop()
-            if node in needed or node not in stale:
-                continue
-            needed.add(node)
-            frontier.extend(node.all_input_nodes)
-            storage = record_of(node).storage
-            if storage is not None and storage not in shared:
-                shared.add(storage)
-                frontier.extend(other for other in self._by_storage[storage] if record_of(other).writes)
-        return sorted(needed - set(replace), key=self._position.__getitem__)
+        unseen = {**self._by_storage}
+
+        def onward(node: torch.fx.Node) -> list[torch.fx.Node]:
+            writes = (other for other in unseen.pop(record_of(node).storage, ()) if record_of(other).writes)
+            return [other for other in (*node.all_input_nodes, *writes) if other in stale]
+
+        return sorted(reached(stale.intersection(targets), onward), key=self._position.__getitem__)
 
     def _attempt(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         try:

@@ -173,28 +173,25 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow", "neg")},
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "lshift", "rshift")},
     "int_floordiv": operator.floordiv,
-    "int_truediv": operator.truediv,
-    "float_truediv": operator.truediv,
-    "pow_by_natural": operator.pow,
-    "float_pow": operator.pow,
-    "and_": operator.and_,
-    "or_": operator.or_,
-    **{f"bitwise_{name}": getattr(operator, f"{name}_") for name in ("and", "or")},
+    **dict.fromkeys(("int_truediv", "float_truediv"), operator.truediv),
+    **dict.fromkeys(("pow_by_natural", "float_pow"), operator.pow),
+    **dict.fromkeys(("and_", "bitwise_and", "sym_and"), operator.and_),
+    **dict.fromkeys(("or_", "bitwise_or", "sym_or"), operator.or_),
     "bitwise_xor": operator.xor,
-    "sym_and": operator.and_,
-    "sym_or": operator.or_,
     "sym_not": operator.not_,
     "sym_max": max,
     "sym_min": min,
     "sym_float": float,
     "sym_int": int,
+    **{name: getattr(math, name) for name in ("ceil", "floor", "trunc")},
     "abs": abs,
-    "ceil": math.ceil,
-    "floor": math.floor,
-    "trunc": math.trunc,
     "round": round,
     "sym_sqrt": math.sqrt,
 }
+SYMBOLIC_FUNCTIONS = {
+    name: _ARITHMETIC[name.lstrip("_")] for name in "sym_float sym_int sym_max sym_min sym_not _sym_sqrt".split()
+}
+"""What torch's functions of numbers compute, by name."""
 
 
 for _name, _function in _ARITHMETIC.items():

@@ -46,10 +46,6 @@ class ChoosingCall:
         """Number of times it chooses."""
         return self.scores.numel() // max(1, self.size)
 
-    def numbered(self, number: int) -> Choice:
-        """Its description, as the ``number``-th of its kind in a run."""
-        return Choice(self.name, self.size, self.width, number)
-
     def ids(self, result: Any) -> Tensor:
         """(rows, width) ids in ``result``, which the call gave; the best first."""
         index: Tensor = result[1] if self.name in ("topk", "max", "sort") else result
@@ -135,7 +131,7 @@ class ChoiceCounter:
     def numbered(self, call: ChoosingCall) -> Choice:
         kind = call.name, call.size, call.width
         number = self._seen[kind] = self._seen.get(kind, -1) + 1
-        return call.numbered(number)
+        return Choice(*kind, number)
 
 
 def with_groups(ids: Tensor, call: ChoosingCall, experts: int) -> Tensor:
@@ -151,11 +147,7 @@ def with_groups(ids: Tensor, call: ChoosingCall, experts: int) -> Tensor:
 
 def numbers_intervals(name: str, args: tuple[Any, ...], result: Any) -> bool:
     """Whether a call makes whole numbers of fractions, as those of the intervals that times lie in, or of comparisons."""
-    if (
-        ops.canonical(name) not in ops.CASTS
-        or not isinstance(result, torch.Tensor)
-        or not isinstance(args[0], torch.Tensor)
-    ):
+    if ops.canonical(name) not in ops.CASTS or not (isinstance(result, Tensor) and isinstance(args[0], Tensor)):
         return False
     made_of = args[0].is_floating_point() or args[0].dtype == torch.bool
     return made_of and result.dtype in (torch.int64, torch.int32)

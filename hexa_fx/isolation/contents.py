@@ -49,16 +49,9 @@ class Contents:
         # Not as pairs: of all that code reaches by name these are ten thousand and more, which the garbage collector walks.
         self._before = [(holder, *taken(holder.value)) for holder in holders]
 
-    def changed(self) -> list[tuple[Holder, list[Any]]]:
-        """Holders that contain something else now, and what is new in them."""
-        return [(holder, new) for holder, new, _, _ in self._changed()]
-
-    def _changed(self) -> Iterator[tuple[Holder, list[Any], tuple[Any, ...], tuple[Any, ...]]]:
-        for holder, keys, values in self._before:
-            if not same(holder.value, keys, values):
-                old = set(map(id, values))
-                new = [value for _, value in contents(holder.value) if id(value) not in old]
-                yield holder, new, keys, values
+    def changed(self) -> list[Holder]:
+        """Holders that contain something else now."""
+        return [holder for holder, keys, values in self._before if not same(holder.value, keys, values)]
 
     def items(self) -> Iterator[Any]:
         """What the holders contained then."""
@@ -66,8 +59,9 @@ class Contents:
 
     def restore(self, wanted: Callable[[list[Any]], bool] = lambda new: True) -> None:
         """Puts back what is not as it was, if what is new in it is to go."""
-        for holder, new, keys, values in [*self._changed()]:
-            if wanted(new):
+        for holder, keys, values in [each for each in self._before if not same(each[0].value, *each[1:])]:
+            old = set(map(id, values))
+            if wanted([value for _, value in contents(holder.value) if id(value) not in old]):
                 put_back(holder.value, list(zip(keys, values)))
 
 
@@ -86,12 +80,9 @@ def held_by_modules(module: nn.Module) -> Iterator[Holder]:
                 yield from _inside(f"{path or 'self'}.{name}", vars(parameter), seen)
 
 
-def is_of_other_library(parameter: torch.Tensor) -> bool:
+def is_of_other_library(parameter: Any) -> bool:
     """Whether a parameter's class is neither torch's nor ours."""
-    return type(parameter) is not nn.Parameter and type(parameter).__module__.partition(".")[0] not in (
-        "torch",
-        "hexa_fx",
-    )
+    return type(parameter).__module__.partition(".")[0] not in ("torch", "hexa_fx")
 
 
 def _inside(
@@ -176,11 +167,7 @@ def is_as(one: Any, two: Any) -> bool:
     """Whether it is the same object, or an equal plain one, or a tuple of such."""
     if type(one) is tuple and type(two) is tuple:
         return len(one) == len(two) and all(map(is_as, one, two))
-    return one is two or (_plain(one) and type(one) is type(two) and one == two)
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) and not isinstance(value, torch.Tensor)
+    return one is two or (isinstance(one, PLAIN) and type(one) is type(two) and one == two)
 
 
 def put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:

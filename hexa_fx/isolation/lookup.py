@@ -169,6 +169,7 @@ _BY_ATTRIBUTE = (
 )
 
 
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _READ_ONLY = frozenset("__closure__ __func__ __self__ __wrapped__ func args keywords fget".split())
 
 
@@ -222,11 +223,9 @@ def _of_object(holder: Any, name: str) -> Place:
     if name in own:
         return Place(own[name], ((own, own[name]),))
     found = next((vars(base)[name] for base in type(holder).__mro__ if name in vars(base)), MISSING)
-    if isinstance(holder, threading.local):  # its attributes are those of the thread that asks
-        return Place(_attribute(holder, name), owner=holder)
-    if getattr_of(type(holder)) is not object.__getattribute__ and not isinstance(found, property):
-        return Place(_attribute(holder, name), owner=holder)
-    if isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):  # of __slots__, or of C code
+    computes = getattr_of(type(holder)) is not object.__getattribute__ and not isinstance(found, property)
+    # attributes of the thread that asks; and what lies in __slots__, or is of C code
+    if computes or isinstance(holder, threading.local) or isinstance(found, _DESCRIPTORS):
         return Place(_attribute(holder, name), owner=holder)
     if found is not MISSING:
         return Place(_of_class(type(holder), name), ((own, MISSING),), type(holder))

@@ -46,19 +46,14 @@ class ModuleSnapshot:
         self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]
         self._stores = [(tensor, tensor.clone()) for tensor in held.values()]
 
-    def attributes(self, module: nn.Module) -> Mapping[str, Any]:
-        """The ``__dict__`` that ``module`` had; empty if it was not in the tree."""
-        before: Mapping[str, Any] = self._before.get(id(module.__dict__), _NOTHING)
-        return before
-
-    def buffers(self, module: nn.Module) -> Mapping[str, Any]:
-        """The buffers that ``module`` had, by name; empty if it was not in the tree."""
-        before: Mapping[str, Any] = self._before.get(id(module._buffers), _NOTHING)
-        return before
+    def before(self, held: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a module's ``__dict__`` or registry held; nothing if the module was not in the tree."""
+        found: Mapping[str, Any] = self._before.get(id(held), _NOTHING)
+        return found
 
     def values(self) -> Iterator[Any]:
         """What the attributes of all modules were."""
-        return itertools.chain.from_iterable(self.attributes(module).values() for module in self._modules)
+        return itertools.chain.from_iterable(self.before(vars(module)).values() for module in self._modules)
 
     def changed(self) -> set[int]:
         """Ids of the modules with other attributes, hooks, parameters, buffers or modules, or with these in another order."""
@@ -82,7 +77,7 @@ class ModuleSnapshot:
         """
         changed = self.changed()
         for module in (module for module in self._modules if id(module) in changed):
-            own, attributes = module.__dict__, self.attributes(module)
+            own, attributes = module.__dict__, self.before(module.__dict__)
             if not _same_items(own, attributes):
                 for name in own.keys() - attributes.keys():
                     del own[name]
@@ -233,7 +228,7 @@ class ModuleState:
         for path, child in self._named if changed or self._with_tensors else ():
             if id(child) not in changed and id(child) not in self._with_tensors:
                 continue
-            before = self._snapshot.attributes(child)
+            before = self._snapshot.before(child.__dict__)
             for name, value in child.__dict__.items():
                 # such as the last auxiliary loss, also inside others
                 changed_now = isinstance(value, torch.Tensor) or not is_as(value, before.get(name, MISSING))
@@ -242,7 +237,7 @@ class ModuleState:
             for name in before if id(child) in changed else ():
                 if isinstance(before[name], _PLAIN) and not isinstance(child.__dict__.get(name), _PLAIN):
                     yield path, f"{name}, which is gone", True
-        found = [*self._shared, *(holder for holder, _ in self._contents.changed())]
+        found = [*self._shared, *self._contents.changed()]
         for holder in {id(holder.value): holder for holder in found}.values():
             yield from (("", label, item) for label, item in _plain_contents(holder.label, holder.value))
 

@@ -141,19 +141,11 @@ def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
             yield from (name for name in vars(value) if not name.startswith("__"))
     elif isinstance(noted, Keys):
         yield from noted.keys
-    elif isinstance(value, types.CellType):
-        yield "cell_contents"
-    elif isinstance(value, property):
-        yield "fget"
-    elif isinstance(value, functools.partial):
-        yield from ("func", "args", "keywords")
-    elif isinstance(value, types.MethodType):
-        yield from ("__func__", "__self__")
+    elif names := next((names for kind, names in _PARTS.items() if isinstance(value, kind)), ""):
+        yield from names.split()
     elif isinstance(value, types.BuiltinMethodType):
         if not isinstance(value.__self__, (types.ModuleType, type, type(None))):
             yield "__self__"
-    elif isinstance(value, CACHED):
-        yield "__wrapped__"
     elif type(value) in _COPIED and not isinstance(value, (set, frozenset, bytearray)):
         yield from (key for key, item in items(value).items() if isinstance(item, (type, *_MADE_BY_DEF)))
     elif isinstance(noted, IsA) and is_object(value) and not type(value).__flags__ & _OWN_CLASS:
@@ -161,6 +153,13 @@ def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
 
 
 _MADE_BY_DEF = (types.FunctionType, functools.partial)
+_PARTS = {
+    types.CellType: "cell_contents",
+    property: "fget",
+    functools.partial: "func args keywords",
+    types.MethodType: "__func__ __self__",
+    CACHED: "__wrapped__",
+}
 
 
 def _is_number_of_numpy(value: Any) -> bool:

@@ -39,7 +39,8 @@ class InPlace:
     It refers to the module weakly, which owns it, and keeps the forward that the instance had of its own.
     """
 
-    _own_original: Callable[..., Any] | None
+    own_forward: Callable[..., Any] | None
+    """The forward that the instance had of its own; None if it had the class's."""
     _module: weakref.ref[nn.Module]
 
     @property
@@ -56,14 +57,9 @@ class InPlace:
         return set()
 
     @property
-    def own_forward(self) -> Callable[..., Any] | None:
-        """The forward that the instance had of its own; None if it had the class's."""
-        return self._own_original
-
-    @property
     def __code__(self) -> types.CodeType:
         """The original's code object, after which torch.export names its trace."""
-        code: types.CodeType = getattr(self._own_original or type(self.module).forward, "__code__", _NO_CODE)
+        code: types.CodeType = getattr(self.own_forward or type(self.module).forward, "__code__", _NO_CODE)
         return code
 
 
@@ -78,10 +74,9 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
         forward: that of the instance, if it has one of its own.
     """
     modules = [module for _, module in named_modules(block)]
-    shadows: dict[int, Any] = {}
-    for module in modules:
-        compiled = isinstance(module, torch.jit.ScriptModule)
-        shadows[id(module)] = module if compiled else object.__new__(type(module))
+    shadows: dict[int, Any] = {
+        id(m): m if isinstance(m, torch.jit.ScriptModule) else object.__new__(type(m)) for m in modules
+    }
     tensors: dict[int, Tensor] = {}
     for module in modules:
         if (shadow := shadows[id(module)]) is module:

@@ -75,24 +75,19 @@ def _kinds() -> tuple[str, ...]:
     return ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
 
 
+_AS_IT_SAYS = (
+    "is_inference_mode_enabled get_default_dtype get_default_device are_deterministic_algorithms_enabled "
+    "is_deterministic_algorithms_warn_only_enabled get_float32_matmul_precision get_num_threads initial_seed"
+)
+_OF_AUTOCAST = (
+    "is_autocast_enabled is_autocast_cpu_enabled is_autocast_available get_autocast_dtype get_autocast_gpu_dtype "
+    "get_autocast_cpu_dtype"
+)
 STATE: Mapping[str, Callable[[], Any]] = {
     "is_grad_enabled": gradients_state,
-    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
-    "get_default_dtype": torch.get_default_dtype,
-    "get_default_device": torch.get_default_device,
-    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
-    "is_deterministic_algorithms_warn_only_enabled": torch.is_deterministic_algorithms_warn_only_enabled,
-    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
-    "get_num_threads": torch.get_num_threads,
-    "initial_seed": torch.initial_seed,
-    "is_autocast_enabled": autocast_state,
-    "is_autocast_cpu_enabled": autocast_state,
-    "is_autocast_available": autocast_state,
-    "get_autocast_dtype": autocast_state,
-    "get_autocast_gpu_dtype": autocast_state,
-    "get_autocast_cpu_dtype": autocast_state,
-    "is_initialized": processes,
-    "get_world_size": processes,
+    **{name: getattr(torch, name) for name in _AS_IT_SAYS.split()},
+    **dict.fromkeys(_OF_AUTOCAST.split(), autocast_state),
+    **dict.fromkeys(("is_initialized", "get_world_size"), processes),
 }
 """By the name that code calls."""
 

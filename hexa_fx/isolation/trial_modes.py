@@ -98,14 +98,11 @@ class InFloat64(TorchFunctionMode):
         if name in GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
             return grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not isinstance(result, torch.Tensor):
+        if not isinstance(result, torch.Tensor) or result.dtype not in _LOWER:
             return result
-        return result.double() if result.dtype in _LOWER and _is_of_no_tensors(args, kwargs) else result
-
-
-def _is_of_no_tensors(*given: Any) -> bool:
-    """Whether a call made its result out of no tensors, and so in a dtype that it does not name, as ``torch.zeros(3)`` does."""
-    return not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(given))
+        # out of no tensors, and so in a dtype that the call does not name, as ``torch.zeros(3)`` does
+        is_made_anew = not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves((args, kwargs)))
+        return result.double() if is_made_anew else result
 
 
 def upcast(value: Any) -> Any:

@@ -98,11 +98,9 @@ class AttributeGuards:
 
     @classmethod
     def of(
-        cls, block: nn.Module, rewritten: RewrittenBlock | None, own_forward: Callable[..., Any] | None = None
+        cls, block: nn.Module, rewritten: RewrittenBlock, own_forward: Callable[..., Any] | None = None
     ) -> AttributeGuards:
-        """Those of a rewritten forward; none if there is no such forward."""
-        if rewritten is None:
-            return cls(block)
+        """Those of a rewritten forward."""
         packed = [path for weight in rewritten.packed for part in weight.parts for path in part]
         asked = any(guard.exact_dtype for guard in rewritten.guards)
         dtypes = _dtypes_read(block, rewritten) if asked else {}

@@ -50,8 +50,7 @@ def dtypes_under_autocast(
 ) -> tuple[torch.dtype, ...] | None:
     """The dtypes that results must have in this call, by the values of its arguments; None if autocast is off. Raises `GuardMiss`
     if the block was not recorded under this autocast."""
-    tensors = [values[each.name] for each in guards if each.kind == "tensor" and each.name in values]
-    first = next(iter(tensors), None)
+    first = next((values[each.name] for each in guards if each.kind == "tensor" and each.name in values), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):
         if not known.off:
             raise GuardMiss("it was recorded under autocast, which is off")
@@ -75,12 +74,9 @@ def dtypes_of(result: Any) -> tuple[torch.dtype, ...]:
 
 def in_dtypes(result: Any, dtypes: Iterable[torch.dtype]) -> Any:
     """``result`` with its tensors in the given dtypes, in the order of `dtypes_of`. Objects in it, which are new, are changed."""
-    return _in_next(result, iter(dtypes))
-
-
-def _in_next(result: Any, dtypes: Iterator[torch.dtype]) -> Any:
+    left = iter(dtypes)
     leaves, structure = pytree.tree_flatten(result, is_leaf=lambda value: held_in(value) is not None)
-    return pytree.tree_unflatten([_leaf_in_next(leaf, dtypes) for leaf in leaves], structure)
+    return pytree.tree_unflatten([_leaf_in_next(leaf, left) for leaf in leaves], structure)
 
 
 def _leaf_in_next(leaf: Any, dtypes: Iterator[torch.dtype]) -> Any:
@@ -89,7 +85,7 @@ def _leaf_in_next(leaf: Any, dtypes: Iterator[torch.dtype]) -> Any:
         return leaf.to(next(dtypes)) if isinstance(leaf, torch.Tensor) else leaf
     own = attributes(leaf)
     for name, value in held:
-        cast = _in_next(value, dtypes)
+        cast = in_dtypes(value, dtypes)
         if isinstance(leaf, dict) and name in leaf:
             leaf[name] = cast
         if name in own:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.purity import is_users
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import AttributeGuards
@@ -81,8 +82,7 @@ def reason_for_own_code(traced: bool) -> str:
 
 def is_foreign(weight: Any) -> bool:
     """Whether a tensor is of a class of another library that holds other tensors, as quantisers have."""
-    kind = type(weight)
-    return hasattr(kind, "__tensor_flatten__") and kind.__module__.partition(".")[0] not in ("torch", "hexa_fx")
+    return hasattr(type(weight), "__tensor_flatten__") and is_of_other_library(weight)
 
 
 def said_of(weight: Any) -> str:
@@ -169,10 +169,6 @@ class RefusedKind:
     def is_over(self) -> bool:
         """Whether it has held for as many calls as it should."""
         return self._left is not None and self._left <= 0
-
-    def bind(self, module: nn.Module) -> None:
-        """Watches ``module`` from now on."""
-        self.attributes.bind(module)
 
     def holds(self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], missed: str = "") -> bool:
         """Whether a call, of which ``kind`` is what it is like, is of this kind. Counts it if it is."""

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
+from hexa_fx.contexts import attributes_set, items_set
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
 from hexa_fx.isolation.shadow import InPlace
@@ -62,7 +63,6 @@ def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[No
     found: dict[nn.Module, deque[Any]] = {}
     for path, result in called:
         found.setdefault(block.get_submodule(path), deque()).append(result)
-    before = {module: module.__dict__.get(_COMPILED) for module in found}
     thread = threading.get_ident()
 
     def answering(results: deque[Any], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,15 +74,11 @@ def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[No
 
         return answer
 
-    for module, results in found.items():
-        module.__dict__[_COMPILED] = answering(results, before[module] or module._call_impl)
-    try:
+    with items_set(
+        (vars(module), _COMPILED, answering(results, vars(module).get(_COMPILED) or module._call_impl))
+        for module, results in found.items()
+    ):
         yield
-    finally:
-        for module, own in before.items():
-            module.__dict__.pop(_COMPILED, None)
-            if own is not None:
-                module.__dict__[_COMPILED] = own
 
 
 FORWARD, REPLICATE = "forward", "_replicate_for_data_parallel"
@@ -160,7 +156,7 @@ class HexaForward(InPlace):
         self.numbers: dict[str, float | None] = {}
         self.lost = ""  # why the original cannot run at all
         self.sampled: SampledCheck | None = None
-        self._own_original = original
+        self.own_forward = original
         self._forget_calls()
         self._bind(module)
 
@@ -179,12 +175,12 @@ class HexaForward(InPlace):
         self._module = weakref.ref(module)
         self.within: weakref.ref[nn.Module] | None = None  # the model, as far as it is known
         for made in self.specialisations:
-            made.bind(module)
+            made.attributes.bind(module)
         for kind in self.refused:
-            kind.bind(module)
+            kind.attributes.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
-        self.arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
+        self.arguments = ArgumentNames.of(self.own_forward or type(module).forward, self.own_forward is None)
 
     def in_mode(self, training: bool) -> Specialisation | None:
         """The specialisation that ran last in train or eval mode, else the first one; None if there is none for the mode."""
@@ -212,7 +208,7 @@ class HexaForward(InPlace):
                 self.specialisations = ()  # all were made of what is gone
                 del module.__dict__[name]
         module.__dict__.update(readers(module, block))
-        made = Specialisation(module, block, self._own_original)
+        made = Specialisation(module, block, self.own_forward)
         made.look_anew(module)
         self.bind_added(made)
         self.specialisations, self._latest = (*self.specialisations, made), made
@@ -243,7 +239,7 @@ class HexaForward(InPlace):
         """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""
         module: Any = self.module
         made: nn.Module = type(module)._replicate_for_data_parallel(module)
-        take_off(made, self, self._own_original)
+        take_off(made, self, self.own_forward)
         self._say("a replica of nn.DataParallel runs its own code; DistributedDataParallel runs the rewritten one")
         return made
 
@@ -261,8 +257,8 @@ class HexaForward(InPlace):
                 "anew and call optimize_ on it as it will be, with inputs like these"
             )
         with self.adapters.in_place() if self.adapters else nullcontext():
-            if self._own_original is not None:
-                return self._own_original(*args, **kwargs)
+            if self.own_forward is not None:
+                return self.own_forward(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -416,15 +412,10 @@ class HexaForward(InPlace):
         for each in self.specialisations:
             each.small = NEVER_SMALL
 
-    @contextmanager
-    def on_trial(self) -> Iterator[None]:
+    def on_trial(self) -> AbstractContextManager[None]:
         """A context in which calls are neither analysed nor counted, and nothing is said of them."""
-        analyst, ran, own, saved_own, tried = self.analyst, self.ran, self.own.copy(), self.saved_own, self._tried
-        self.analyst, self._tried = None, True
-        try:
-            yield
-        finally:
-            self.analyst, self.ran, self.own, self.saved_own, self._tried = analyst, ran, own, saved_own, tried
+        counted = {"ran": self.ran, "own": self.own.copy(), "saved_own": self.saved_own}
+        return attributes_set(self, analyst=None, _tried=True, **counted)
 
     def _copied(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in _OF_ONE}

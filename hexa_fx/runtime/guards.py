@@ -77,11 +77,7 @@ class SizeMiss(GuardMiss):
 
 
 class ReadMiss(GuardMiss):
-    """Something that was read from Python has another value; ``read``: its name.
-
-    Args:
-        read: where it lies.
-    """
+    """Something that was read from Python has another value; ``read``: its name, which says where it lies."""
 
     def __init__(self, read: str) -> None:
         super().__init__(f"{read!r} is not what it was when the block was rewritten; {AGAIN}")
@@ -185,22 +181,17 @@ def is_of_form(result: Any, form: Any) -> bool:
     return (result is None) == (form is None)
 
 
-def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:
-    """Raises `GuardMiss` for the first input that differs from what was traced."""
-    for guard in guards:
-        if guard.name not in values:
-            raise GuardMiss(f"the input {guard.name!r} is missing")
-        check_input(guard, values[guard.name])
-
-
-def check_coverage(
+def check_inputs(
     guards: Sequence[InputGuard], read: Sequence[str], values: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Raises `GuardMiss` unless every argument that the graph neither reads nor guards has its default value."""
-    for name in read:
+    """Raises `GuardMiss` for the first input that differs from what was traced, and unless every argument that the graph neither
+    reads nor guards has its default value."""
+    covered = [*(guard.name for guard in guards), *read]
+    for name in covered:
         if name not in values:
             raise GuardMiss(f"the input {name!r} is missing")
-    covered = {*read, *(guard.name for guard in guards)}
+    for guard in guards:
+        check_input(guard, values[guard.name])
     for name, value in values.items():
         if name not in covered and (name not in defaults or value is not defaults[name]):
             raise GuardMiss(f"the input {name!r} was not given when the block was recorded")
@@ -361,9 +352,7 @@ class SignatureOfOriginal:
     def __get__(self, instance: Any, owner: type) -> inspect.Signature | None:
         if instance is None:
             return None
-        if instance._own_original is not None:
-            return inspect.signature(instance._own_original)
-        return inspect.signature(type(instance.module).forward.__get__(instance.module))
+        return inspect.signature(instance.own_forward or type(instance.module).forward.__get__(instance.module))
 
 
 class NoGlobals:

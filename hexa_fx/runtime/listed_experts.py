@@ -57,14 +57,13 @@ class ListedExperts(WeightReader):
 
     def refresh(self) -> None:
         """Raises `GuardMiss` if an expert was replaced or hooked. Call it before the block has any effect."""
-        if is_compiling():
-            self._check_kinds([self.first_in_trace()])
+        if not is_compiling():
+            self.check()
+        if is_compiling() or _traced():
+            self._check_kinds([self.found_in_trace(self.paths[0])])
             return
-        self.check()
-        if _traced():
-            self._check_kinds([self.first_in_trace()])
-            return
-        first, last = self.ends()  # what changes parameters changes all of them, and every read looks at each
+        # what changes parameters changes all of them, and every read looks at each
+        first, last = self._owners[0].get(self._names[0]), self._owners[-1].get(self._names[-1])
         if first is None or last is None or _kinds_of((first, last)) != self._ends:
             self._lie_in_place(self.tensors())
 
@@ -122,16 +121,11 @@ def _traced() -> bool:
     )
 
 
-def packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
-    """The attributes under which a rewritten forward reads stacked weights."""
-    return () if rewritten is None else tuple(weight.name for weight in rewritten.packed)
-
-
-def readers(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, WeightReader]:
+def readers(block: nn.Module, *blocks: RewrittenBlock) -> dict[str, WeightReader]:
     """The readers of all stacked weights of a block's rewritten forwards, by attribute; those that are there stay. Raises
     `InputError` if the block has such an attribute, or the forwards read different weights under one name."""
     weights: dict[str, PackedWeight] = {}
-    for weight in (weight for rewritten in blocks if rewritten for weight in rewritten.packed):
+    for weight in (weight for rewritten in blocks for weight in rewritten.packed):
         if weights.setdefault(weight.name, weight) != weight:
             raise InputError(f"two forms of the block read different weights as {weight.name!r}; please report this")
         there = vars(block).get(weight.name)

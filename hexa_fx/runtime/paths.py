@@ -69,7 +69,7 @@ class WeightReader:
         return referenced(self._block)
 
     def check(self) -> None:
-        """Raises `GuardMiss` if an expert was replaced or hooked."""
+        """Raises `GuardMiss` if an expert was replaced, hooked, or made another class's."""
         if not self._ready:
             self._walk_once()
         if not all(map(is_, map(dict.get, self._holders, self._names_there), self._there)):
@@ -80,8 +80,11 @@ class WeightReader:
                 self._children, self._classes, self._kinds = first, classes, []
         if list(map(dict.get, self._parents, self._keys)) != self._children:
             raise GuardMiss(self._said_of_exchanged())
-        if list(map(type, self._children)) != self._kinds:
-            self._look_at_classes()
+        if (kinds := list(map(type, self._children))) != self._kinds:
+            for place, child, before in zip(self._passed, self._children, self._classes):
+                if class_of(child) is not before:  # its code is not what was recorded
+                    raise GuardMiss(f"{place!r} is a {type(child).__name__} now, and was a {before.__name__}; {AGAIN}")
+            self._kinds = kinds
         if any(self._hooks):
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
 
@@ -95,21 +98,12 @@ class WeightReader:
             raise GuardMiss(f"there is no longer a parameter {'.'.join(gone)!r}")
         return found
 
-    def ends(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The first and the last of them, if they are there."""
-        if not self._ready:
-            self._walk_once()
-        return self._owners[0].get(self._names[0]), self._owners[-1].get(self._names[-1])
-
     def tensors_in_trace(self) -> list[torch.Tensor]:
         """As `tensors`, by plain attribute access all the way, which tracers can follow."""
-        return [self._found_by_tracer(path) for path in self.paths]
+        return [self.found_in_trace(path) for path in self.paths]
 
-    def first_in_trace(self) -> torch.Tensor:
-        """The first of `tensors_in_trace`."""
-        return self._found_by_tracer(self.paths[0])
-
-    def _found_by_tracer(self, path: Sequence[str]) -> torch.Tensor:
+    def found_in_trace(self, path: Sequence[str]) -> torch.Tensor:
+        """One of `tensors_in_trace`."""
         *modules, name = path
         owner: Any = self.block
         for key in modules:
@@ -164,13 +158,6 @@ class WeightReader:
         self._there = list(map(dict.get, self._holders, self._names_there))
         self._kinds, self._classes = list(map(type, self._children)), list(map(class_of, self._children))
         self._ready = True
-
-    def _look_at_classes(self) -> None:
-        """Raises `GuardMiss` if a module is of another class than when it was first read: its code is not what was recorded."""
-        for place, child, before in zip(self._passed, self._children, self._classes):
-            if class_of(child) is not before:
-                raise GuardMiss(f"{place!r} is a {type(child).__name__} now, and was a {before.__name__}; {AGAIN}")
-        self._kinds = list(map(type, self._children))
 
     def owner_of(self, path: Sequence[str]) -> nn.Module:
         """The module that holds the parameter."""

@@ -33,7 +33,16 @@ def check_model(model: nn.Module) -> None:
                 f"the model is already optimized ({path or 'the model itself'} has a rewritten forward); "
                 "use it as it is, or call hexa_fx.undo_(model) first"
             )
-    _check_parameters(model)
+    for path, parameter in (*named_tensors(model, "_parameters").items(), *named_tensors(model, "_buffers").items()):
+        if is_lazy(parameter):
+            raise InputError(
+                f"{path} belongs to a lazy module and has no shape yet; call the model once on an example first"
+            )
+        if parameter.is_inference():
+            raise InputError(
+                f"{path} was made under torch.inference_mode() and cannot have gradients, which the comparison with the original "
+                "needs; build or load the model outside of it"
+            )
 
 
 def check_values(model: nn.Module) -> None:
@@ -74,16 +83,3 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
             nested |= {id(p) for p in own}
             found += [module] if any(type(p.data).__name__ == "DTensor" for p in own) else []
     return found
-
-
-def _check_parameters(model: nn.Module) -> None:
-    for path, parameter in (*named_tensors(model, "_parameters").items(), *named_tensors(model, "_buffers").items()):
-        if is_lazy(parameter):
-            raise InputError(
-                f"{path} belongs to a lazy module and has no shape yet; call the model once on an example first"
-            )
-        if parameter.is_inference():
-            raise InputError(
-                f"{path} was made under torch.inference_mode() and cannot have gradients, which the comparison with the original "
-                "needs; build or load the model outside of it"
-            )

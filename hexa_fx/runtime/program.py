@@ -26,7 +26,10 @@ def direct(graph: torch.fx.Graph, lists: Collection[str] = ()) -> torch.fx.Graph
     for node in [*copied.nodes]:
         node.target = DIRECT.get(node.target, node.target)
         if device := node.meta.get(WITHOUT_AUTOCAST):
-            _switch_off(node, device)
+            if node.op == "call_module":
+                with copied.inserting_before(node):
+                    node.args, node.target = (copied.get_attr(str(node.target)), *node.args), "__call__"
+            node.op, node.target = "call_function", WithoutAutocast(node.target, device)
     return copied
 
 
@@ -59,14 +62,6 @@ def _keeps_lists(node: torch.fx.Node, listed: Set[torch.fx.Node]) -> bool:
     if node.target is operator.getitem:
         return type(node.args[1]) is tuple and node.args[1][0] == slice(None)
     return node.target is operator.mul and set(node.args) <= listed
-
-
-def _switch_off(node: torch.fx.Node, device: str) -> None:
-    target = node.target
-    if node.op == "call_module":
-        with node.graph.inserting_before(node):
-            node.args, target = (node.graph.get_attr(str(target)), *node.args), "__call__"
-    node.op, node.target = "call_function", WithoutAutocast(target, device)
 
 
 @dataclass(eq=False)

@@ -156,7 +156,11 @@ class Resolution:
     def _add(self, read: PythonRead) -> None:
         holder, key = self._at(read.root, read.steps[:-1]), read.steps[-1]
         if isinstance(read.value, Names):
-            self._add_names(holder, key, read)
+            now = frozenset(vars(holder)[key])
+            if now != read.value.names:
+                raise _miss(read, now)
+            self._enter_registry(holder)
+            self._check(_OF_LENGTH, vars(holder)[key], len(now))
             return
         if (id(holder), key) in self._seen:
             if not _is_like(self._seen[id(holder), key], read.value):
@@ -220,13 +224,6 @@ class Resolution:
             self._check(_OF_LENGTH if has_items else _OF_NAMES, value, len(value if has_items else vars(value)))
         elif type(value) in _COPIES:
             self._check(_EQUAL, value, noted)
-
-    def _add_names(self, module: Any, key: str, read: PythonRead) -> None:
-        now = frozenset(vars(module)[key])
-        if now != read.value.names:
-            raise _miss(read, now)
-        self._enter_registry(module)
-        self._check(_OF_LENGTH, vars(module)[key], len(now))
 
     def _add_dtype(self, path: str, dtype: torch.dtype) -> None:
         """Of a parameter or buffer; nothing if it is no longer there, as under an adapter."""

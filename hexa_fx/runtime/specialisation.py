@@ -20,8 +20,8 @@ from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
 from hexa_fx.runtime.call_kinds import foreign_weight, is_small, reason_for_own_code
-from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, OwnCodeOnly, check_coverage, check_inputs
-from hexa_fx.runtime.listed_experts import ListedExperts, packed_names
+from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, OwnCodeOnly, check_inputs
+from hexa_fx.runtime.listed_experts import ListedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.resolution import inputs_of
 from hexa_fx.sources.adapters import Adapters
@@ -46,7 +46,7 @@ class Specialisation:
     not keep the module alive. ``own_forward``: that the module's instance had of its own; None if it had the class's."""
 
     def __init__(self, module: nn.Module, block: RewrittenBlock, own_forward: Callable[..., Any] | None = None) -> None:
-        self.packed_names = packed_names(block)
+        self.packed_names = tuple(weight.name for weight in block.packed)
         self.program = Program.of(block.graph, block.path, self.packed_names)
         self.training, self.autocast, self.guards = block.training, block.autocast, block.guards
         self.stored, self.changed = block.stored, block.changed
@@ -59,10 +59,6 @@ class Specialisation:
         self.lora: LayerAdapters = registry.lora().LinearLora.of(block)
         self.attributes = AttributeGuards.of(module, block, own_forward)
         self._forms: dict[tuple[Any, ...], Callable[[Any, Any], list[Any] | None]] = {}
-
-    def bind(self, module: nn.Module) -> None:
-        """Watches ``module`` from now on, a copy of the one that it was made for."""
-        self.attributes.bind(module)
 
     def holds_in(self, training: bool) -> bool:
         """Whether it was made for this mode."""
@@ -152,8 +148,7 @@ class Specialisation:
             if inputs is not None:
                 return inputs
         values = arguments.bind(args, kwargs)
-        check_inputs(self.guards, values)
-        check_coverage(self.guards, self.program.inputs, values, arguments.defaults)
+        check_inputs(self.guards, self.program.inputs, values, arguments.defaults)
         return [values[name] for name in self.program.inputs]
 
     def why_not_now(self, module: nn.Module) -> GuardMiss | None:

@@ -84,7 +84,7 @@ def test_a_change_is_noticed_and_undone(name: str) -> None:
     was = copy.deepcopy(seen(held))
     assert not before.changed()
     change(held)
-    assert [holder.value for holder, _ in before.changed()] == [held]
+    assert [holder.value for holder in before.changed()] == [held]
     before.restore()
     assert seen(held) == was
     assert not before.changed()

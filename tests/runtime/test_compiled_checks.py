@@ -17,7 +17,7 @@ from hexa_fx.ir import InputGuard, PythonRead
 from hexa_fx.isolation.read_values import snapshot
 from hexa_fx.runtime import resolution
 from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, check_coverage, check_inputs
+from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, check_inputs
 from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.resolution import inputs_of
 from tests.detect.mixture import D, Mixture
@@ -56,8 +56,7 @@ _IDS = [torch.arange(3), torch.arange(3).int(), torch.arange(3).bool(), torch.on
 
 def _slowly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     values = _ARGUMENTS.bind(args, kwargs)
-    check_inputs(_GUARDS, values)
-    check_coverage(_GUARDS, ("x", "ids"), values, _ARGUMENTS.defaults)
+    check_inputs(_GUARDS, ("x", "ids"), values, _ARGUMENTS.defaults)
     return [values["x"], values["ids"]]
 
 
