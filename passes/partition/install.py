@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -100,7 +101,12 @@ def install_plan(
         check_cuttable(model, [layer for layer in layers if layer.path not in fsdp])
     session = PartitionSession(plan, {layer.path: layer.geometry for layer in layers}, mesh, timeout, data_mesh)
     if known is None:
-        _check_same_weights(model, session)
+        try:
+            with session.guard("the comparison of weights"):
+                check_same_weights(model, session.everyone)
+        except PlanError:
+            session.close()
+            raise
     session.hold(model, _cut(model, layers, session, mesh, known))
     placement = Placement.of(session)
     done, schedules, whole, traced = [], [], [], {}
@@ -112,7 +118,12 @@ def install_plan(
         else:
             done.append({mode: partition_block(form, here, plan, placement) for mode, form in forms})
             if not is_axis(mesh):
-                traced[path] = {form.training: _traced(form, here, plan, placement, session) for _, form in forms}
+                planned = [plan.layer(layer.path) for layer in here]
+                given = planned, plan, placement, session.compiled
+                traced[path] = {
+                    form.training: compiled_form(form, _on_slices(form, here, planned, placement), *given)
+                    for _, form in forms
+                }
         if plan.prefetch and path not in whole:
             schedules += [overlap(form.graph, plan.slots or len(plan.layers), seconds) for form in done[-1].values()]
         if finish is not None:
@@ -162,15 +173,6 @@ def _check_plan(plan: Plan, layers: Sequence[LayerWeights]) -> None:
             raise PlanError(f"the plan has {planned.shape} for {layer.path!r}, the model {layer.geometry.shape}")
 
 
-def _check_same_weights(model: nn.Module, session: PartitionSession) -> None:
-    try:
-        with session.guard("the comparison of weights"):
-            check_same_weights(model, session.everyone)
-    except PlanError:
-        session.close()
-        raise
-
-
 def _is_left_whole(path: str, layers: Sequence[LayerWeights], fsdp: set[str]) -> bool:
     left = [layer.path in fsdp for layer in layers]
     if any(left) and not all(left):
@@ -197,30 +199,11 @@ def partition_block(
     return replace(block, graph=graph, small=NEVER_SMALL)
 
 
-def _traced(
-    block: RewrittenBlock,
-    layers: Sequence[LayerWeights],
-    plan: Plan,
-    placement: Placement,
-    session: PartitionSession,
-) -> Program:
-    planned = [plan.layer(layer.path) for layer in layers]
-    graph = _on_slices(block, layers, planned, placement)
-    return compiled_form(block, graph, planned, plan, placement, session.compiled)
-
-
 def _on_slices(
     block: RewrittenBlock, layers: Sequence[LayerWeights], planned: list[LayerPlan], placement: Placement
 ) -> fx.Graph:
     """A copy of the block's graph that reads this rank's slices."""
-    graph = _copy(block.graph)
+    graph = deepcopy(block.graph)
     follow_cut(graph, layers, planned, placement.rank)
     read_local(graph)
     return graph
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph(tracer_cls=graph._tracer_cls)
-    copy.output(copy.graph_copy(graph, val_map={}))
-    copy.set_codegen(graph._codegen)
-    return copy

@@ -272,9 +272,8 @@ class RowEmitter:
 
     def _norm(self, node: Node) -> Node:
         """A normalisation with the expert's weight and bias: done without them, then scaled and shifted."""
-        named = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), node.args)) | dict(node.kwargs)
-        if operation(node) == "rms_norm":
-            named = dict(zip(("input", "normalized_shape", "weight", "eps"), node.args)) | dict(node.kwargs)
+        bias = () if operation(node) == "rms_norm" else ("bias",)
+        named = dict(zip(("input", "normalized_shape", "weight", *bias, "eps"), node.args)) | dict(node.kwargs)
         given = {key: torch.fx.map_arg(named[key], self._new.__getitem__) for key in ("input", "normalized_shape")}
         eps = {"eps": named["eps"]} if named.get("eps") is not None else {}
         assert callable(node.target)
