@@ -86,9 +86,8 @@ def moe_ffn_without_esfk(*args: Any) -> Tensor:
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    dy, *_ = args
     with without_autocast():
-        return backward_on(dy.device.type, MoeFfnBackward, args, fused=False)
+        return backward_on(args[0].device.type, MoeFfnBackward, args, fused=False)
 
 
 _WITHOUT_ESFK = dataclasses.replace(LAYERS["moe_ffn"], backward=_backward)

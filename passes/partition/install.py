@@ -53,19 +53,6 @@ class Installed:
     traced: Mapping[str, Mapping[bool | None, Program]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Known:
-    """A model that is cut already.
-
-    Args:
-        layers: its expert layers by block, as they were read when weights were whole.
-        unite: makes the weights of the layer at a path whole again.
-    """
-
-    layers: tuple[tuple[LayerWeights, ...], ...]
-    unite: Callable[[str], None]
-
-
 def install_plan(
     model: nn.Module,
     blocks: Sequence[RewrittenBlock | Modes],
@@ -75,7 +62,8 @@ def install_plan(
     finish: Finish | None = None,
     seconds: Seconds | None = None,
     data_mesh: Any = None,
-    known: Known | None = None,
+    known: Sequence[Sequence[LayerWeights]] | None = None,
+    unite: Callable[[str], None] | None = None,
 ) -> Installed:
     """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
 
@@ -86,28 +74,29 @@ def install_plan(
         finish: last pass over every partitioned block.
         seconds: estimated time of a node, for the schedule of transfers; see `hexa_fx.passes.partition.overlap.overlap`.
         data_mesh: the data-parallel dimensions beside ``mesh``.
-        known: the model is cut already, by another plan.
+        known: of a model that another plan has cut: its expert layers by block, as they were read when weights were whole.
+        unite: likewise, makes the weights of the layer at a path whole again.
 
     Raises:
         PlanError: ranks hold different plans or weights, the plan is for another model, or a parameter cannot be cut.
         RankError: a rank did not arrive.
     """
     fsdp = _planned_whole(plan, mesh)
-    read = known.layers if known else [_same_in_all_modes(model, block) for block in blocks]
+    read = known or [_same_in_all_modes(model, block) for block in blocks]
     layers = [layer for found in read for layer in found]
     _check_plan(plan, layers)
     check_plain(model, layers)
-    if known is None:
+    if unite is None:
         check_cuttable(model, [layer for layer in layers if layer.path not in fsdp])
     session = PartitionSession(plan, {layer.path: layer.geometry for layer in layers}, mesh, timeout, data_mesh)
-    if known is None:
+    if unite is None:
         try:
             with session.guard("the comparison of weights"):
                 check_same_weights(model, session.everyone)
         except PlanError:
             session.close()
             raise
-    session.hold(model, _cut(model, layers, session, mesh, known))
+    session.hold(model, _cut(model, layers, session, mesh, unite))
     placement = Placement.of(session)
     done, schedules, whole, traced = [], [], [], {}
     for block, here in zip(blocks, read):
@@ -136,7 +125,11 @@ def install_plan(
 
 
 def _cut(
-    model: nn.Module, layers: Sequence[LayerWeights], session: PartitionSession, mesh: Any, known: Known | None
+    model: nn.Module,
+    layers: Sequence[LayerWeights],
+    session: PartitionSession,
+    mesh: Any,
+    unite: Callable[[str], None] | None,
 ) -> dict[str, list[ShardedParameter]]:
     """Cuts the planned layers to this rank's slices, but for those that FSDP2 keeps. Equal shares become DTensors."""
     shards: dict[str, list[ShardedParameter]] = {}
@@ -144,8 +137,8 @@ def _cut(
     for layer, planned in zip(layers, session.plan.layers):
         if planned.mode == "fsdp":
             continue
-        if known is not None:
-            known.unite(layer.path)
+        if unite is not None:
+            unite(layer.path)
         lo = sum(planned.shards[:rank])
         equal = len(set(planned.shards)) == 1
         shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[rank], over if equal else None)

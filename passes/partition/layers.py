@@ -105,8 +105,7 @@ def _read(model: nn.Module, block: RewrittenBlock, value: Any, role: str) -> _Re
             f"{role} of {block.path!r} is computed by {getattr(node, 'target', node)!r}, so there is no parameter that could "
             "be cut: only weights read as they are stored, or through slices, flatten and unflatten, can be partitioned"
         )
-    parts, stacked = _parts(block, node)
-    stored = _meta(model, block.path, parts, stacked)
+    parts, stacked, stored = _stored(model, block, node)
     seen = stored
     for view in views:
         cut = view.op == "call_function"
@@ -114,23 +113,14 @@ def _read(model: nn.Module, block: RewrittenBlock, value: Any, role: str) -> _Re
     return _Read(parts, stacked, tuple(views), stored, seen)
 
 
-def _parts(block: RewrittenBlock, node: fx.Node) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    for packed in block.packed:
-        if packed.name == node.target:
-            return packed.parts, False
-    return ((str(node.target),),), True
-
-
-def _meta(model: nn.Module, path: str, parts: tuple[tuple[str, ...], ...], stacked: bool) -> Tensor:
-    """A stored weight's whole shape, as a tensor without data."""
-
-    def find(name: str) -> Tensor:
-        return find_tensor(model, inside(path, name))
-
-    if stacked:
-        return torch.empty_like(find(parts[0][0]), device="meta")
-    rows, *width = zip(*(find(part[0]).shape for part in parts))  # parts are concatenated along their first dimension
-    return torch.empty((len(parts[0]), sum(rows), *(sizes[0] for sizes in width)), device="meta")
+def _stored(model: nn.Module, block: RewrittenBlock, node: fx.Node) -> tuple[tuple[tuple[str, ...], ...], bool, Tensor]:
+    """The parameters that a node reads, whether they are one that is stacked, and the whole, as a tensor without data."""
+    parts = next((packed.parts for packed in block.packed if packed.name == node.target), None)
+    first = [find_tensor(model, inside(block.path, part[0])) for part in parts or ((str(node.target),),)]
+    if parts is None:
+        return ((str(node.target),),), True, torch.empty_like(first[0], device="meta")
+    rows, *width = zip(*(one.shape for one in first))  # parts are concatenated along their first dimension
+    return parts, False, torch.empty((len(parts[0]), sum(rows), *(sizes[0] for sizes in width)), device="meta")
 
 
 def _source(read: _Read, role: str, geometry: Geometry, block: RewrittenBlock) -> WeightSource:

@@ -302,7 +302,7 @@ class RegionEmitter(RoutingEmitter):
         (given, glu), up = self.weights.emit(body), None if body.up is None else body.up.base
         bases = (body.gate.base, body.gate_bias, up, body.up_bias, body.down.base, body.down_bias)
         weights = tuple(
-            node if node is None or base is None else self._cast(node, self.weights.dtype_of(base))
+            node if node is None or base is None else self._cast(node, self.weights.first_of(base).dtype)
             for node, base in zip(given, bases)
         )
         static = (glu, body.gate.layout, body.down.layout, body.params, self.recompute_h)
@@ -432,7 +432,7 @@ class RegionEmitter(RoutingEmitter):
         body = self.match.body
         if not isinstance(body, ExpertBody) or _is_any_autocast_enabled():
             return None
-        if not self.weights.dtype_of(body.gate.base).is_floating_point:  # codes, which are multiplied as they are
+        if not self.weights.first_of(body.gate.base).dtype.is_floating_point:  # codes, which are multiplied as they are
             return None
         products = (product for run in self.match.instances for product in run.products)
         found = {record_of(product.data).value.dtype for product in products}

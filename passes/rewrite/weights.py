@@ -114,10 +114,6 @@ class WeightEmitter:
         node = self._read(name, bases, 0)
         return node if self._dims(bases[0]) <= 2 else self.graph.call_method("flatten", (node, 1))
 
-    def dtype_of(self, base: str) -> torch.dtype:
-        """That experts' parameters have now."""
-        return self._first_of(base).dtype
-
     def is_in(self, base: str, dtype: torch.dtype) -> bool:
         """Whether the code has experts' parameters in this dtype, or their own holds no number that this one does not."""
         roots = self.captured.graph.find_nodes(op="get_attr", target=self._groups.get(base, (base,))[0])
@@ -125,13 +121,14 @@ class WeightEmitter:
             roots, lambda n: not (n in roots or ops.views(n) or ops.casts(n) or ops.kind(n) == "getitem")
         )
         casts = {record_of(node).value.dtype for node in read if ops.casts(node)}
-        return dtype in casts or torch.promote_types(self.dtype_of(base), dtype) == dtype
+        return dtype in casts or torch.promote_types(self.first_of(base).dtype, dtype) == dtype
 
     def _dims(self, base: str) -> int:
         """Of all experts' parameters, stacked."""
-        return self._first_of(base).dim() + (base in self._groups)
+        return self.first_of(base).dim() + (base in self._groups)
 
-    def _first_of(self, base: str) -> torch.Tensor:
+    def first_of(self, base: str) -> torch.Tensor:
+        """The first expert's parameter, or that of all of them, as it is now."""
         return self.captured.tensor_of(self._groups.get(base, (base,))[0])
 
     def _read(self, name: str, bases: list[str], experts: int) -> Node:
