@@ -152,7 +152,7 @@ def _key(observation: Observation) -> Hashable:
     tensors = [*tensors_by_name(block).items(), *kept_tensors(block).items()]
     modules = named_modules(block, every=True)
     return (
-        tuple((name, type(module), _hooks(module)) for name, module in modules),
+        tuple((name, type(module), *(bool(getattr(module, hooks)) for hooks in HOOKS)) for name, module in modules),
         one_by_another(modules),
         one_by_another(tensors),
         tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
@@ -166,10 +166,6 @@ def _key(observation: Observation) -> Hashable:
         tuple((name, number_at(block, name)) for name in sorted(observation.numbers)),
         "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
-
-
-def _hooks(module: nn.Module) -> tuple[bool, ...]:
-    return tuple(bool(getattr(module, hooks)) for hooks in HOOKS)
 
 
 def _shape(value: Any) -> Hashable:

@@ -369,18 +369,14 @@ def _bases(match: MoEMatch) -> frozenset[str]:
     body = match.body
     if isinstance(body, FreeBody):
         return frozenset(role.base for role in body.steps.values() if isinstance(role, (Product, OfExpert)))
-    stacks = [stack.base for stack in (body.gate, body.up, body.down) if stack is not None]
-    return frozenset(
-        [*stacks, *(b for b in (body.gate_bias, body.up_bias, body.down_bias, body.gain) if b is not None)]
-    )
+    stacks = (stack.base for stack in (body.gate, body.up, body.down) if stack is not None)
+    return frozenset(stacks).union(filter(None, (body.gate_bias, body.up_bias, body.down_bias, body.gain)))
 
 
 def _views_behind(node: Node) -> list[Node]:
     """The node and what it is a view or cast of."""
     found = [node]
-    while (ops.views(node) or ops.casts(node)) and node.args:
-        if not isinstance(node.args[0], Node):
-            break
+    while (ops.views(node) or ops.casts(node)) and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
         found.append(node)
     return found

@@ -61,11 +61,9 @@ class _Values(torch.fx.Interpreter):
     def _is_given_the_same(self, n: Node, source: Node) -> bool:
         """Whether a node makes the call that was recorded, on values of the recorded shapes and dtypes."""
         given, recorded = n.all_input_nodes, source.all_input_nodes
-        if (n.op, n.target, len(given)) != (source.op, source.target, len(recorded)) or _constants(n) != _constants(
-            source
-        ):
-            return False
-        return all(one in self.found and _is_alike(self.found[one], two) for one, two in zip(given, recorded))
+        return _call_of(n) == _call_of(source) and all(
+            one in self.found and _is_alike(self.found[one], two) for one, two in zip(given, recorded)
+        )
 
     def _run(self, n: Node) -> Any:
         missing = [i.name for i in n.all_input_nodes if i not in self.found]
@@ -97,8 +95,10 @@ def _is_new(source: Node) -> bool:
     return storage is not None and all(record_of(operand).storage != storage for operand in source.all_input_nodes)
 
 
-def _constants(node: Node) -> str:
-    return str(torch.fx.map_arg((node.args, node.kwargs), lambda _: None))
+def _call_of(node: Node) -> tuple[Any, ...]:
+    """What a node calls, and how but for the values that it is given."""
+    constants = str(torch.fx.map_arg((node.args, node.kwargs), lambda _: None))
+    return node.op, node.target, len(node.all_input_nodes), constants
 
 
 def _is_alike(value: Any, recorded: Node) -> bool:

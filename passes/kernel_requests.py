@@ -54,6 +54,7 @@ def kernels_requested(compute: str) -> Iterator[None]:
 def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training: bool) -> None:
     """Requests what a block on a CUDA device launches, for ``training`` too, if `kernels_requested`. Returns at once."""
     device, compute = device_of(captured.block), _wanted.get()
+    in_fp8 = compute == "fp8_block"
     if device is None or not compute:
         return
     from hexa_fx import jit
@@ -63,11 +64,7 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
     with muted():
         for call in moe_ffn_calls(rewritten.graph, rewritten_values(captured, rewritten)):
             try:
-                layer, card, in_fp8 = (
-                    _layer(call, captured, rewritten),
-                    card_of(device.index or 0),
-                    compute == "fp8_block",
-                )
+                layer, card = _layer(call, captured, rewritten), card_of(device.index or 0)
                 found = kernel_set(layer, card, training)
                 if in_fp8:
                     layer = _layer(call, captured, rewritten, cast_weights=False)

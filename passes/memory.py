@@ -171,15 +171,14 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool)
     plain = set() if as_it_is else of_one_number(chain(parameters, _others(block)))
     for parameter in parameters:
         if parameter.is_floating_point():
-            value = parameter.detach()
-            in_parts = in_pieces and is_large(value)
-            memo[id(parameter)] = nn.Parameter(
-                registry.large_blocks().upcast(
-                    _unlike_in_place(value, generator) if id(parameter) in plain else value, limit
+            value, is_plain = parameter.detach(), id(parameter) in plain
+            if in_pieces and is_large(value):
+                raised = registry.large_blocks().upcast(
+                    _unlike_in_place(value, generator) if is_plain else value, limit
                 )
-                if in_parts
-                else _unlike(value.to(torch.float64, copy=True), generator, id(parameter) in plain)
-            )
+            else:
+                raised = _unlike(value.to(torch.float64, copy=True), generator, is_plain)
+            memo[id(parameter)] = nn.Parameter(raised)
             _keep_settings(parameter, memo[id(parameter)])
     for value in _others(block):
         if id(value) not in memo:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -85,9 +86,8 @@ def moe_ffn_without_esfk(*args: Any) -> Tensor:
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    dy, *_ = args
     with without_autocast():
-        return backward_on(dy.device.type, MoeFfnBackward, args, fused=False)
+        return backward_on(args[0].device.type, MoeFfnBackward, args, fused=False)
 
 
 _WITHOUT_ESFK = dataclasses.replace(LAYERS["moe_ffn"], backward=_backward)
@@ -111,8 +111,7 @@ def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
 
 def with_changed_nodes(block: RewrittenBlock, change: Callable[[fx.Node], None]) -> RewrittenBlock | None:
     """The block with every node changed in a graph of its own, which it runs on small inputs too; None if it has no such node."""
-    graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
-    graph.output(graph.graph_copy(block.graph, val_map={}))
+    graph = deepcopy(block.graph)  # identical blocks share theirs
     nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
     for node in nodes:
         change(node)

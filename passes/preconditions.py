@@ -63,9 +63,7 @@ def why_unreadable(block: nn.Module) -> str:
     if unit is not None:
         return UNIT.format(unit)
     devices = {parameter.device for parameter in named_tensors(block, "_parameters").values()}
-    if any(device.type == "meta" for device in devices):
-        return OFFLOADED
-    if any(map(is_offloaded, modules_of(block))):
+    if any(device.type == "meta" for device in devices) or any(map(is_offloaded, modules_of(block))):
         return OFFLOADED
     quantised = next((said for path, module in named_modules(block) for said in _quantised(path, module)), "")
     if quantised:

@@ -45,15 +45,14 @@ def examples(observation: Observation) -> Iterator[Observation]:
     if rows is None or not len(rows):
         yield observation
         return
-    alike = number_alike(rows)
     few = len(rows) < FEW
-    if not alike and not few:
-        yield observation
-        matrix = _matrix(observation)
-        if matrix is not None and matrix.dim() > 2 and matrix.shape[-2] == 1:
-            yield from _with_fresh_tokens(observation, few=True)
+    if few or number_alike(rows):
+        yield from [*_with_fresh_tokens(observation, few), observation]
         return
-    yield from [*_with_fresh_tokens(observation, few), observation]
+    yield observation
+    matrix = _matrix(observation)
+    if matrix is not None and matrix.dim() > 2 and matrix.shape[-2] == 1:
+        yield from _with_fresh_tokens(observation, few=True)
 
 
 def after_refusal(reason: str, observation: Observation, differs: bool = False) -> Iterator[Observation]:

@@ -47,7 +47,8 @@ def _fuse(gm: GraphModule, activate: Node) -> bool:
     projections = _projections(h, glu == "split")
     if not projections:
         return False
-    target = _fused("esmm_act", _kind(projections))
+    # of gate and up one may have an addition
+    target = _fused("esmm_act", max((p.target for p in projections), key=_PRODUCTS.index))  # type: ignore[arg-type]
     records = [_record(p) for p in projections]
     o = records[0]
     keep_h = any(user is not activate for user in h.users)
@@ -102,11 +103,6 @@ _DENSE = _PRODUCTS[:2]
 def _fused(name: str, product: Any) -> Any:
     """The operator that is a product and more."""
     return library.overload(f"{name}{_ENDS[product]}")
-
-
-def _kind(projections: tuple[Node, ...]) -> Any:
-    """The operator of a projection, or of gate and up, one of which may have an addition."""
-    return max((p.target for p in projections), key=_PRODUCTS.index)  # type: ignore[arg-type]
 
 
 def _projections(h: Node, split: bool) -> tuple[Node, ...]:

@@ -85,10 +85,8 @@ class _Builder:
 
     def call(self, name: str, target: Any, *args: Any) -> Node:
         """Of a function, or of a method by its name."""
-        node = self.graph.create_node(
-            f"call_{'method' if isinstance(target, str) else 'function'}", target, args, name=name
-        )
-        self.node[name] = node
+        op = "call_method" if isinstance(target, str) else "call_function"
+        self.node[name] = node = self.graph.create_node(op, target, args, name=name)
         return node
 
     def call_tuple(self, names: tuple[str, ...], target: Any, *args: Any) -> None:

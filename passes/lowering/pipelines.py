@@ -30,13 +30,6 @@ REFERENCE = Pipeline((FuseActivation(gradients=True), TakeSaved()))
 """Any other device: the operators as torch's dispatcher finds them, which are torch's own where nothing is registered."""
 
 
-def pipeline_for(device: str, sources: bool) -> Pipeline:
-    """The passes for a device type, over what `hexa_fx.passes.lowering.lower` makes; of weights that are sources, or not."""
-    if device == "cpu":
-        return CPU_SOURCES if sources else CPU
-    return CUDA if device == "cuda" else REFERENCE
-
-
 @dataclass(frozen=True)
 class CompiledFfn:
     """The programs of one request on one device type (`hexa_fx.ops.program.FfnPrograms`). Each is made when first asked for. It is
@@ -65,7 +58,10 @@ class CompiledFfn:
 
     @property
     def _pipeline(self) -> Pipeline:
-        return pipeline_for(self.device, bool(self.request.formats))
+        """The passes over what `hexa_fx.passes.lowering.lower` makes, of weights that are sources, or not."""
+        if self.device == "cpu":
+            return CPU_SOURCES if self.request.formats else CPU
+        return CUDA if self.device == "cuda" else REFERENCE
 
 
 def _over(operands: tuple[str, ...], gm: GraphModule) -> Callable[..., Any]:

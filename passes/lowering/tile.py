@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -94,10 +95,8 @@ class _Tiler:
 
     def _join(self, after: list[Node]) -> None:
         placeholders = [n for n in self.body.nodes if n.op == "placeholder"]
-        first = placeholders[0]
-        for node in placeholders[1:]:
-            first.append(node)
-            first = node
+        for one, other in pairwise(placeholders):
+            one.append(other)
         self.body.output(())
         self.gm.add_submodule("body", GraphModule(torch.nn.Module(), self.body, "Tile"))
         outer = self.outer

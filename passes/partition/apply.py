@@ -18,7 +18,7 @@ from hexa_fx.distributed.moves import check_movable, move_state, unite
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.partition.install import Finish, Installed, Known, install_plan
+from hexa_fx.passes.partition.install import Finish, Installed, install_plan
 from hexa_fx.passes.partition.layers import Modes, any_mode, that_spread
 from hexa_fx.passes.partition.overlap import Seconds
 from hexa_fx.passes.partition.plan import partition_model
@@ -140,9 +140,9 @@ class _Replanner:
             raise PlanError(
                 "FSDP2 keeps what it holds: to change layers to or from 'fsdp', save a checkpoint and load it"
             )
-        known = Known(self.layers, lambda path: unite(session.shards_of(path), session.groups))
         given = {"timeout": self.wanted.timeout, "finish": caller.finish, "data_mesh": self.wanted.data_mesh}
-        installed = install_plan(model, self.blocks, plan, mesh, **given, known=known)
+        given |= {"known": self.layers, "unite": lambda path: unite(session.shards_of(path), session.groups)}
+        installed = install_plan(model, self.blocks, plan, mesh, **given)
         for optimizer in optimizers:
             move_state(optimizer, session.shards, installed.session.shards, session.groups)
         session.close()

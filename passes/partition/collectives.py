@@ -46,17 +46,10 @@ class Placement:
         return cls(session.rank, session.name, session.groups.main_name)
 
 
-def is_moe_ffn(node: fx.Node) -> bool:
-    """Whether a node is the canonical operator, as packet (symbolic tracing) or overload (make_fx, export)."""
-    if node.op != "call_function":
-        return False
-    packet = torch.ops.hexa.moe_ffn
-    return node.target in (packet, packet.default)
-
-
 def moe_ffns(graph: fx.Graph) -> list[fx.Node]:
-    """The canonical nodes of a graph, in order."""
-    return [node for node in graph.nodes if is_moe_ffn(node)]
+    """The canonical nodes of a graph, in order: the operator as packet (symbolic tracing) or overload (make_fx, export)."""
+    packet = torch.ops.hexa.moe_ffn
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in (packet, packet.default)]
 
 
 def ffn_arguments(node: fx.Node) -> dict[str, Any]:
@@ -88,31 +81,30 @@ def partition_graph(graph: fx.Graph, layers: Sequence[LayerPlan], plan: Plan, pl
 def _insert_model_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan: Plan, at: Placement) -> None:
     args = ffn_arguments(node)
     with graph.inserting_before(node):
-        tokens: Any = list(plan.tokens) if plan.tokens is not None else None
-        if tokens is None:
-            tokens = graph.call_function(nodes.token_counts, (args["x"], at.session))
-            x = args["x"]
+        x = args["x"]
+        if plan.tokens is None:
+            tokens: Any = graph.call_function(nodes.token_counts, (x, at.session))
         else:
-            x = graph.call_function(nodes.check_tokens, (args["x"], tokens, at.session))
+            tokens = list(plan.tokens)
+            x = graph.call_function(nodes.check_tokens, (x, tokens, at.session))
         x = graph.call_function(nodes.to_compute_dtype, (x,))
         # Routing is gathered, never recomputed: a tie broken differently on two devices would be silently wrong.
-        moved = {"x": x, "top_k_index": args["top_k_index"], "top_k_weights": args["top_k_weights"]}
+        routing = {name: args[name] for name in ("top_k_index", "top_k_weights") if args[name] is not None}
         started = {
-            name: None
-            if value is None
-            else graph.call_function(collectives.all_gather_v, (value, tokens, at.main_group))
-            for name, value in moved.items()
+            name: graph.call_function(collectives.all_gather_v, (value, tokens, at.main_group))
+            for name, value in {"x": x, **routing}.items()
         }
         for name, value in started.items():
-            args[name] = None if value is None else graph.call_function(collectives.wait, (value,))
+            args[name] = graph.call_function(collectives.wait, (value,))
         if args["b2"] is not None:
             # One rank's partial sum carries the bias. A factor, so that the graph and its gradients exist on all ranks.
             owner = 1.0 if at.rank == layer.bias_owner else 0.0
             args["b2"] = graph.call_function(torch.mul, (args["b2"], owner))
-        for name in ROLES:
-            if args[name] is not None:
-                args[name] = graph.call_function(nodes.in_dtype_of, (args[name], args["x"]))
-        _scale_weights(graph, args, plan)
+        weights = [name for name in ROLES if args[name] is not None]
+        for name in weights:
+            args[name] = graph.call_function(nodes.in_dtype_of, (args[name], args["x"]))
+        for name in weights if plan.grad_scale != 1.0 else ():
+            args[name] = graph.call_function(nodes.scale_gradient, (args[name], plan.grad_scale))
     node.args, node.kwargs = tuple(args[name] for name in FFN_ARGS), {}
     if layer.shards[at.rank] == 0:
         node.target, node.args = nodes.no_channels, node.args[: FFN_ARGS.index("activation")]
@@ -133,14 +125,6 @@ def _reduce(graph: fx.Graph, node: fx.Node, layer: LayerPlan, tokens: Any, at: P
         return first, waited
     with graph.inserting_after(waited):
         return first, waited, graph.call_function(nodes.own_rows, (waited, tokens, at.session))
-
-
-def _scale_weights(graph: fx.Graph, args: dict[str, Any], plan: Plan) -> None:
-    if plan.grad_scale == 1.0:
-        return
-    for name in ROLES:
-        if args[name] is not None:
-            args[name] = graph.call_function(nodes.scale_gradient, (args[name], plan.grad_scale))
 
 
 def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan: Plan, at: Placement) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -52,19 +53,6 @@ class Installed:
     traced: Mapping[str, Mapping[bool | None, Program]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Known:
-    """A model that is cut already.
-
-    Args:
-        layers: its expert layers by block, as they were read when weights were whole.
-        unite: makes the weights of the layer at a path whole again.
-    """
-
-    layers: tuple[tuple[LayerWeights, ...], ...]
-    unite: Callable[[str], None]
-
-
 def install_plan(
     model: nn.Module,
     blocks: Sequence[RewrittenBlock | Modes],
@@ -74,7 +62,8 @@ def install_plan(
     finish: Finish | None = None,
     seconds: Seconds | None = None,
     data_mesh: Any = None,
-    known: Known | None = None,
+    known: Sequence[Sequence[LayerWeights]] | None = None,
+    unite: Callable[[str], None] | None = None,
 ) -> Installed:
     """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
 
@@ -85,23 +74,29 @@ def install_plan(
         finish: last pass over every partitioned block.
         seconds: estimated time of a node, for the schedule of transfers; see `hexa_fx.passes.partition.overlap.overlap`.
         data_mesh: the data-parallel dimensions beside ``mesh``.
-        known: the model is cut already, by another plan.
+        known: of a model that another plan has cut: its expert layers by block, as they were read when weights were whole.
+        unite: likewise, makes the weights of the layer at a path whole again.
 
     Raises:
         PlanError: ranks hold different plans or weights, the plan is for another model, or a parameter cannot be cut.
         RankError: a rank did not arrive.
     """
     fsdp = _planned_whole(plan, mesh)
-    read = known.layers if known else [_same_in_all_modes(model, block) for block in blocks]
+    read = known or [_same_in_all_modes(model, block) for block in blocks]
     layers = [layer for found in read for layer in found]
     _check_plan(plan, layers)
     check_plain(model, layers)
-    if known is None:
+    if unite is None:
         check_cuttable(model, [layer for layer in layers if layer.path not in fsdp])
     session = PartitionSession(plan, {layer.path: layer.geometry for layer in layers}, mesh, timeout, data_mesh)
-    if known is None:
-        _check_same_weights(model, session)
-    session.hold(model, _cut(model, layers, session, mesh, known))
+    if unite is None:
+        try:
+            with session.guard("the comparison of weights"):
+                check_same_weights(model, session.everyone)
+        except PlanError:
+            session.close()
+            raise
+    session.hold(model, _cut(model, layers, session, mesh, unite))
     placement = Placement.of(session)
     done, schedules, whole, traced = [], [], [], {}
     for block, here in zip(blocks, read):
@@ -112,7 +107,12 @@ def install_plan(
         else:
             done.append({mode: partition_block(form, here, plan, placement) for mode, form in forms})
             if not is_axis(mesh):
-                traced[path] = {form.training: _traced(form, here, plan, placement, session) for _, form in forms}
+                planned = [plan.layer(layer.path) for layer in here]
+                given = planned, plan, placement, session.compiled
+                traced[path] = {
+                    form.training: compiled_form(form, _on_slices(form, here, planned, placement), *given)
+                    for _, form in forms
+                }
         if plan.prefetch and path not in whole:
             schedules += [overlap(form.graph, plan.slots or len(plan.layers), seconds) for form in done[-1].values()]
         if finish is not None:
@@ -125,7 +125,11 @@ def install_plan(
 
 
 def _cut(
-    model: nn.Module, layers: Sequence[LayerWeights], session: PartitionSession, mesh: Any, known: Known | None
+    model: nn.Module,
+    layers: Sequence[LayerWeights],
+    session: PartitionSession,
+    mesh: Any,
+    unite: Callable[[str], None] | None,
 ) -> dict[str, list[ShardedParameter]]:
     """Cuts the planned layers to this rank's slices, but for those that FSDP2 keeps. Equal shares become DTensors."""
     shards: dict[str, list[ShardedParameter]] = {}
@@ -133,8 +137,8 @@ def _cut(
     for layer, planned in zip(layers, session.plan.layers):
         if planned.mode == "fsdp":
             continue
-        if known is not None:
-            known.unite(layer.path)
+        if unite is not None:
+            unite(layer.path)
         lo = sum(planned.shards[:rank])
         equal = len(set(planned.shards)) == 1
         shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[rank], over if equal else None)
@@ -160,15 +164,6 @@ def _check_plan(plan: Plan, layers: Sequence[LayerWeights]) -> None:
     for layer, planned in zip(layers, plan.layers):
         if replace(layer.geometry.shape, top_k=planned.shape.top_k) != planned.shape:  # top_k only enters costs
             raise PlanError(f"the plan has {planned.shape} for {layer.path!r}, the model {layer.geometry.shape}")
-
-
-def _check_same_weights(model: nn.Module, session: PartitionSession) -> None:
-    try:
-        with session.guard("the comparison of weights"):
-            check_same_weights(model, session.everyone)
-    except PlanError:
-        session.close()
-        raise
 
 
 def _is_left_whole(path: str, layers: Sequence[LayerWeights], fsdp: set[str]) -> bool:
@@ -197,30 +192,11 @@ def partition_block(
     return replace(block, graph=graph, small=NEVER_SMALL)
 
 
-def _traced(
-    block: RewrittenBlock,
-    layers: Sequence[LayerWeights],
-    plan: Plan,
-    placement: Placement,
-    session: PartitionSession,
-) -> Program:
-    planned = [plan.layer(layer.path) for layer in layers]
-    graph = _on_slices(block, layers, planned, placement)
-    return compiled_form(block, graph, planned, plan, placement, session.compiled)
-
-
 def _on_slices(
     block: RewrittenBlock, layers: Sequence[LayerWeights], planned: list[LayerPlan], placement: Placement
 ) -> fx.Graph:
     """A copy of the block's graph that reads this rank's slices."""
-    graph = _copy(block.graph)
+    graph = deepcopy(block.graph)
     follow_cut(graph, layers, planned, placement.rank)
     read_local(graph)
     return graph
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph(tracer_cls=graph._tracer_cls)
-    copy.output(copy.graph_copy(graph, val_map={}))
-    copy.set_codegen(graph._codegen)
-    return copy

@@ -56,7 +56,8 @@ def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:
     if len(layers) == 1:
         return layers
     # A graph of several layers (of a whole model): each is named after the module that owns its first weight.
-    named = [replace(layer, path=_owner(block, layer)) for layer in layers]
+    first = (layer.sources["w1"].parts[0][0] for layer in layers)
+    named = [replace(layer, path=inside(block.path, w1.rpartition(".")[0])) for layer, w1 in zip(layers, first)]
     if len({layer.path for layer in named}) == len(named):
         return named
     return [replace(layer, path=f"{layer.path}#{i}") for i, layer in enumerate(named)]
@@ -65,20 +66,17 @@ def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:
 def observed_tokens(block: RewrittenBlock) -> int | None:
     """Tokens that reached the block's experts when it was recorded, if the graph still says so."""
     found = moe_ffns(block.graph)
-    value = _value(ffn_arguments(found[0])["top_k_index"]) if found else None
-    return None if value is None else int(value.shape[0])
-
-
-def _owner(block: RewrittenBlock, layer: LayerWeights) -> str:
-    return inside(block.path, layer.sources["w1"].parts[0][0].rpartition(".")[0])
+    shape = _shape_of_ids(found[0]) if found else None
+    return None if shape is None else int(shape[0])
 
 
 def _read_layer(model: nn.Module, block: RewrittenBlock, node: fx.Node) -> LayerWeights:
     args = ffn_arguments(node)
     found = {role: _read(model, block, args[role], role) for role in ROLES if args[role] is not None}
     whole = {role: read.value for role, read in found.items()}
-    top_k = _top_k(node)
-    shape = shape_of(whole["w1"], args["glu"], args["layout1"], top_k)
+    ids = _shape_of_ids(node)
+    top_k = node.meta.get("top_k", 1 if ids is None else ids[1])
+    shape = shape_of(whole["w1"], args["glu"], args["layout1"], int(top_k))
     bias = args["b1"] is not None or args["b3"] is not None
     geometry = Geometry(shape, args["glu"], args["layout1"], args["layout2"], bias)
     sources = {role: _source(read, role, geometry, block) for role, read in found.items()}
@@ -107,45 +105,22 @@ def _read(model: nn.Module, block: RewrittenBlock, value: Any, role: str) -> _Re
             f"{role} of {block.path!r} is computed by {getattr(node, 'target', node)!r}, so there is no parameter that could "
             "be cut: only weights read as they are stored, or through slices, flatten and unflatten, can be partitioned"
         )
-    parts, stacked = _parts(block, node)
-    stored = _meta(model, block.path, parts, stacked)
+    parts, stacked, stored = _stored(model, block, node)
     seen = stored
     for view in views:
-        seen = _apply(view, seen)
+        cut = view.op == "call_function"
+        seen = seen[view.args[1]] if cut else getattr(seen, str(view.target))(*view.args[1:], **view.kwargs)  # type: ignore[index]
     return _Read(parts, stacked, tuple(views), stored, seen)
 
 
-def _is_view(node: fx.Node) -> bool:
-    called = node.op == "call_function" and node.target is operator.getitem
-    return called or (node.op == "call_method" and node.target in ("flatten", "unflatten"))
-
-
-def _apply(view: fx.Node, value: Tensor) -> Tensor:
-    seen: Tensor
-    if view.op == "call_function":
-        seen = value[view.args[1]]  # type: ignore[index]
-    else:
-        seen = getattr(value, str(view.target))(*view.args[1:], **view.kwargs)
-    return seen
-
-
-def _parts(block: RewrittenBlock, node: fx.Node) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    for packed in block.packed:
-        if packed.name == node.target:
-            return packed.parts, False
-    return ((str(node.target),),), True
-
-
-def _meta(model: nn.Module, path: str, parts: tuple[tuple[str, ...], ...], stacked: bool) -> Tensor:
-    """A stored weight's whole shape, as a tensor without data."""
-
-    def find(name: str) -> Tensor:
-        return find_tensor(model, inside(path, name))
-
-    if stacked:
-        return torch.empty_like(find(parts[0][0]), device="meta")
-    rows, *width = zip(*(find(part[0]).shape for part in parts))  # parts are concatenated along their first dimension
-    return torch.empty((len(parts[0]), sum(rows), *(sizes[0] for sizes in width)), device="meta")
+def _stored(model: nn.Module, block: RewrittenBlock, node: fx.Node) -> tuple[tuple[tuple[str, ...], ...], bool, Tensor]:
+    """The parameters that a node reads, whether they are one that is stacked, and the whole, as a tensor without data."""
+    parts = next((packed.parts for packed in block.packed if packed.name == node.target), None)
+    first = [find_tensor(model, inside(block.path, part[0])) for part in parts or ((str(node.target),),)]
+    if parts is None:
+        return ((str(node.target),),), True, torch.empty_like(first[0], device="meta")
+    rows, *width = zip(*(one.shape for one in first))  # parts are concatenated along their first dimension
+    return parts, False, torch.empty((len(parts[0]), sum(rows), *(sizes[0] for sizes in width)), device="meta")
 
 
 def _source(read: _Read, role: str, geometry: Geometry, block: RewrittenBlock) -> WeightSource:
@@ -153,7 +128,8 @@ def _source(read: _Read, role: str, geometry: Geometry, block: RewrittenBlock) -
     dim, form, per_expert = geometry.dim(role), _form(read, role, geometry), False
     for view in reversed(read.views):  # from the role back to the parameter
         if view.op == "call_method" and view.target == "flatten":
-            dim += read.stored.dim() - read.value.dim() if dim >= _first(view) else 0
+            first = int(str(view.args[1])) if len(view.args) > 1 else 0
+            dim += read.stored.dim() - read.value.dim() if dim >= first else 0
         elif view.op == "call_method":  # unflatten(0, (E, -1)) of a matrix that holds the experts below each other
             per_expert, dim = dim == 1, dim - 1
     if form == "unknown":
@@ -165,10 +141,6 @@ def _source(read: _Read, role: str, geometry: Geometry, block: RewrittenBlock) -
         )
     experts = read.value.shape[0] if per_expert else 0
     return WeightSource(read.parts, read.stacked, form, dim, experts)  # type: ignore[arg-type]
-
-
-def _first(view: fx.Node) -> int:
-    return int(str(view.args[1])) if len(view.args) > 1 else 0
 
 
 def _form(read: _Read, role: str, geometry: Geometry) -> Literal["own", "concat", "interleaved", "unknown"]:
@@ -224,7 +196,8 @@ def read_local(graph: fx.Graph) -> None:
 
 def _views(value: Any) -> Iterator[fx.Node]:
     """The views that a weight is read through, the last first."""
-    while isinstance(value, fx.Node) and _is_view(value):
+    views = ("call_function", operator.getitem), ("call_method", "flatten"), ("call_method", "unflatten")
+    while isinstance(value, fx.Node) and (value.op, value.target) in views:
         yield value
         value = value.args[0]
 
@@ -239,13 +212,8 @@ def _moved(index: Any, dim: int, size: int, local: int) -> Any:
     return tuple(slices)
 
 
-def _value(node: Any) -> Tensor | None:
-    value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None
-
-
-def _top_k(node: fx.Node) -> int:
-    if "top_k" in node.meta:
-        return int(node.meta["top_k"])
-    value = _value(ffn_arguments(node)["top_k_index"])
-    return 1 if value is None else int(value.shape[1])
+def _shape_of_ids(node: fx.Node) -> torch.Size | None:
+    """(T, k) of a canonical node's ids when it was recorded, if they say so."""
+    ids = ffn_arguments(node)["top_k_index"]
+    value = ids.meta.get("val", ids.meta.get("example_value")) if isinstance(ids, fx.Node) else None
+    return value.shape if isinstance(value, Tensor) else None

@@ -129,7 +129,8 @@ def overlap(graph: fx.Graph, slots: int, seconds: Seconds | None = None) -> Over
         _insert_prefetches(graph)
         dag = dependency_graph(graph, slots)
         _check_cycles(dag)
-        times = {node.name: (seconds or _count_calls)(node) for node in graph.nodes}
+        seconds = seconds or (lambda node: float(not takes_no_time(node)))
+        times = {node.name: seconds(node) for node in graph.nodes}
         timeline = timeline_of(graph, dag, times)
         starts = start_times(graph, timeline, times)
         _reorder(graph, dag, starts)
@@ -140,10 +141,6 @@ def overlap(graph: fx.Graph, slots: int, seconds: Seconds | None = None) -> Over
         tuple(_layer_of(node) for node in prefetches if starts.chosen[node.name] > starts.earliest[node.name]),
         tuple(nx.dag_longest_path(timeline, weight="weight")),
     )
-
-
-def _count_calls(node: fx.Node) -> float:
-    return 0.0 if takes_no_time(node) else 1.0
 
 
 # --- data-centric gathers --------------------------------------------------------------------------------------------

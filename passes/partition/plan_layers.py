@@ -197,16 +197,9 @@ def plan_layers(
     batch = batch_shares(costs, config.batch if config.batch is not None else world, config.tokens)
     tokens = _static_tokens(config, batch) if config.static_tokens else None
     wanted = wanted_modes(strategy, shapes)
+    by_path = measured if isinstance(measured, Mapping) else dict.fromkeys(shapes, measured)
     layers = tuple(
-        _plan_layer(
-            path,
-            shape,
-            wanted[path],
-            costs,
-            config,
-            measured.get(path) if isinstance(measured, Mapping) else measured,
-        )
-        for path, shape in shapes.items()
+        _plan_layer(path, shape, wanted[path], costs, config, by_path.get(path)) for path, shape in shapes.items()
     )
     return Plan(
         world=world,

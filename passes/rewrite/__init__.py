@@ -271,7 +271,7 @@ class _Rewriter:
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
             outside = ChainMap(self.unwritten, self.new)
-            found[match.output] = RegionEmitter(match, self.graph, weights, outside, self.recompute_h)
+            found[match.output] = RegionEmitter(match, self.graph, outside, weights, self.recompute_h)
         return found
 
     def _stored(self) -> list[StoredValue]:

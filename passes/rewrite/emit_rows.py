@@ -126,11 +126,11 @@ class RowEmitter:
         self._top_k = top_k
         routed = self._call(torch.ops.hexa.reindex.default, index, experts)
         self._v, self._inv, self._offs = (
-            self._named(name, operator.getitem, routed, i) for i, name in enumerate(("v", "inv", "offs"))
+            self._call(operator.getitem, routed, i, name=name) for i, name in enumerate(("v", "inv", "offs"))
         )
         chosen = self._method("index_select", self._method("reshape", index, -1), 0, self._v)
         self._expert = self._method("clamp", chosen, 0, experts - 1)
-        self._is_routed = {1: self._named("is_routed", operator.eq, chosen, self._expert)}
+        self._is_routed = {1: self._call(operator.eq, chosen, self._expert, name="is_routed")}
         self._draw()
 
     def _draw(self) -> None:
@@ -196,11 +196,11 @@ class RowEmitter:
         factor, value = self.factor(sources), record_of(node).value
         shape = (-1, *[1] * len(self.body.row_shape(node)))
         if factor is None:
-            some = next(n for n in self._new.values())
-            return self._method("new_ones", some, (self._method("size", self._v, 0), *shape[1:]))
+            return self._method(
+                "new_ones", next(iter(self._new.values())), (self._method("size", self._v, 0), *shape[1:])
+            )
         flat = self._method("index_select", self._method("reshape", factor, -1), 0, self._v)
-        recorded = record_of(sources[0].nodes[0]).value
-        if recorded.dtype != value.dtype:
+        if record_of(sources[0].nodes[0]).value.dtype != value.dtype:
             flat = self._method("to", flat, value.dtype)
         return self._routed_only(self._method("view", flat, *shape), len(shape))
 
@@ -272,9 +272,8 @@ class RowEmitter:
 
     def _norm(self, node: Node) -> Node:
         """A normalisation with the expert's weight and bias: done without them, then scaled and shifted."""
-        named = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), node.args)) | dict(node.kwargs)
-        if operation(node) == "rms_norm":
-            named = dict(zip(("input", "normalized_shape", "weight", "eps"), node.args)) | dict(node.kwargs)
+        bias = () if operation(node) == "rms_norm" else ("bias",)
+        named = dict(zip(("input", "normalized_shape", "weight", *bias, "eps"), node.args)) | dict(node.kwargs)
         given = {key: torch.fx.map_arg(named[key], self._new.__getitem__) for key in ("input", "normalized_shape")}
         eps = {"eps": named["eps"]} if named.get("eps") is not None else {}
         assert callable(node.target)
@@ -294,14 +293,11 @@ class RowEmitter:
         positive = self._call(operator.gt, x, 0)
         return self._call(torch.where, positive, x, self._call(operator.mul, self._of_expert(per_channel, dims), x))
 
-    def _named(self, name: str, target: Callable[..., Any], *args: Any) -> Node:
+    def _call(self, target: Callable[..., Any], *args: Any, name: str | None = None) -> Node:
         return self.graph.create_node("call_function", target, args, name=name)
 
-    def _call(self, target: Callable[..., Any], *args: Any) -> Node:
-        return self.graph.call_function(target, args)
-
-    def _method(self, name: str, *args: Any, **kwargs: Any) -> Node:
-        return self.graph.call_method(name, args, kwargs)
+    def _method(self, name: str, *args: Any) -> Node:
+        return self.graph.call_method(name, args)
 
 
 _REDUCE = "sum mean max min amax amin var std logsumexp softmax log_softmax cumsum glu"

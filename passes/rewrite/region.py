@@ -91,7 +91,7 @@ def _given(node: Node) -> Node | None:
 
 @dataclass
 class RoutingEmitter:
-    """Emits a region's routing into a graph. ``outside``: the new node of every recorded one that it is read from."""
+    """Emits a region's routing into a graph. ``outside``: the new node of every recorded one that the region reads."""
 
     match: MoEMatch
     graph: torch.fx.Graph
@@ -254,28 +254,21 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 @dataclass
-class RegionEmitter:
-    """Emits a region into a graph. ``outside``: the new node of every recorded one that it reads."""
+class RegionEmitter(RoutingEmitter):
+    """Emits all of a region into a graph."""
 
-    match: MoEMatch
-    graph: torch.fx.Graph
     weights: WeightEmitter
-    outside: Mapping[Node, Node]
     recompute_h: bool
-
-    def __post_init__(self) -> None:
-        self._routing = RoutingEmitter(self.match, self.graph, self.outside)
 
     def emit(self) -> Node:
         """The node that stands for the region's output."""
         match, routing = self.match, self.match.routing
-        tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
-        tokens = self._cast(tokens, record_of(match.source).value.dtype)
-        index = self._routing.as_given(self._routing.quantity(routing.index, None))
+        tokens = self._cast(self._as_rows(match.source), record_of(match.source).value.dtype)
+        index = self.as_given(self.quantity(routing.index, None))
         self._require_slots(index)
         self._refuse_numbers_of_nan()
-        factor = self._routing.times_constant(self._product(routing.after, index), index, tokens)
-        kept = self._routing.within_capacity(index, self._routing.kept(index, factor))
+        factor = self.times_constant(self._product(routing.after, index), index, tokens)
+        kept = self.within_capacity(index, self.kept(index, factor))
         before = self._product(routing.before, index)
         given = tokens
         if match.detached:
@@ -293,13 +286,12 @@ class RegionEmitter:
         else:
             result = self._canonical(match.body, tokens, index, factor)
         if before is not None and routing.top_k > 1:
-            result = self.graph.call_method(
-                "sum", (self.graph.call_method("unflatten", (result, 0, (-1, routing.top_k))), 1)
-            )
+            slots = self.graph.call_method("unflatten", (result, 0, (-1, routing.top_k)))
+            result = self.graph.call_method("sum", (slots, 1))
         if past_experts is not None:
             result = self.graph.call_function(operator.add, (result, past_experts))
         if match.base is not None and match.passing != "weighted":
-            result = self.graph.call_function(operator.add, (self._base(match.base), result))
+            result = self.graph.call_function(operator.add, (self._as_rows(match.base), result))
         asked = next((condition for condition in match.conditions if condition.of_outputs), None)
         if asked is not None:  # the code asks whether what experts give is finite
             self.graph.call_function(guards.require_finite, (result, asked.as_recorded()))
@@ -310,7 +302,7 @@ class RegionEmitter:
         (given, glu), up = self.weights.emit(body), None if body.up is None else body.up.base
         bases = (body.gate.base, body.gate_bias, up, body.up_bias, body.down.base, body.down_bias)
         weights = tuple(
-            node if node is None or base is None else self._cast(node, self.weights.dtype_of(base))
+            node if node is None or base is None else self._cast(node, self.weights.first_of(base).dtype)
             for node, base in zip(given, bases)
         )
         static = (glu, body.gate.layout, body.down.layout, body.params, self.recompute_h)
@@ -330,7 +322,7 @@ class RegionEmitter:
             weights=self.weights,
             body=body,
             outside=self.outside.__getitem__,
-            as_rows=lambda node: self._as_rows(self.outside[node], record_of(node).value),
+            as_rows=self._as_rows,
             factor=lambda sources: self._product(sources, index),
         )
         return emitter.emit(index, factor, self._slots)
@@ -387,17 +379,16 @@ class RegionEmitter:
         if self.match.passing is None or factor is None:
             return None
         base = self.match.base if self.match.passing == "weighted" else None
-        rows = tokens if base is None else self._base(base)
+        rows = tokens if base is None else self._as_rows(base)
         exact = self.graph.call_method("to", (factor, rows))  # the sum over slots in the tokens' precision
         masked = exact if base is not None else call(operator.mul, (exact, call(operator.ge, (index, experts))))
         weight = self.graph.call_method("sum", (masked, -1), {"keepdim": True})
         return call(operator.mul, (weight, rows))
 
-    def _base(self, node: Node) -> Node:
-        return self._as_rows(self.outside[node], record_of(node).value)
-
-    def _as_rows(self, node: Node, value: torch.Tensor) -> Node:
-        return node if value.dim() == 2 else self.graph.call_method("flatten", (node, 0, -2))
+    def _as_rows(self, node: Node) -> Node:
+        """The new node of a recorded one, as (T, C)."""
+        new = self.outside[node]
+        return new if record_of(node).value.dim() == 2 else self.graph.call_method("flatten", (new, 0, -2))
 
     def _as_slots(self, tokens: Node, index: Node, factor: Node | None, before: Node) -> tuple[Node, Node, Node | None]:
         """Makes every slot a token with one expert: for a factor on the input, which differs from slot to slot."""
@@ -421,7 +412,7 @@ class RegionEmitter:
     def _product(self, sources: Sequence[RoutingSource], index: Node) -> Node | None:
         product: Node | None = None
         for source in sources:
-            factor = self._routing.quantity(source, index)
+            factor = self.quantity(source, index)
             factor = self.graph.call_method("reciprocal", (factor,)) if source.divides else factor
             product = factor if product is None else self.graph.call_function(operator.mul, (product, factor))
         return product
@@ -429,11 +420,8 @@ class RegionEmitter:
     def _dtype(self) -> torch.dtype:
         """dtype of the region's result so far: an expert run operation by operation may end in float32 among 16-bit tensors."""
         match, source = self.match, record_of(self.match.source).value.dtype
-        dtype = (
-            record_of(match.body.output).value.dtype
-            if isinstance(match.body, FreeBody)
-            else self._multiplied_in or source
-        )
+        of_rows = record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else self._multiplied_in
+        dtype = of_rows or source
         if match.passing is not None:
             dtype = torch.promote_types(dtype, source)
         return dtype if match.base is None else torch.promote_types(dtype, record_of(match.base).value.dtype)
@@ -444,7 +432,7 @@ class RegionEmitter:
         body = self.match.body
         if not isinstance(body, ExpertBody) or _is_any_autocast_enabled():
             return None
-        if not self.weights.dtype_of(body.gate.base).is_floating_point:  # codes, which are multiplied as they are
+        if not self.weights.first_of(body.gate.base).dtype.is_floating_point:  # codes, which are multiplied as they are
             return None
         products = (product for run in self.match.instances for product in run.products)
         found = {record_of(product.data).value.dtype for product in products}

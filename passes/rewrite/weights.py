@@ -52,13 +52,11 @@ class WeightEmitter:
     def vectors(self, base: str) -> Node:
         """(E, C) of one base, a bias or a scale; (E,) if it is one number per expert. Read once."""
         if base not in self._by_base:
-            dims = self._dims(base)
-            if dims == 1 and base in self._groups:
+            if self._dims(base) == 1 and base in self._groups:
                 numbers = [self.graph.get_attr(name) for name in self._groups[base]]
-                node = self.graph.call_function(torch.stack, (numbers,))
+                self._by_base[base] = self.graph.call_function(torch.stack, (numbers,))
             else:
-                node = self._read(_name_of(base), [base], 0)
-            self._by_base[base] = node if dims <= 2 else self.graph.call_method("flatten", (node, 1))
+                self._by_base[base] = self._rows(_name_of(base), [base])
         return self._by_base[base]
 
     def emit(self, body: ExpertBody) -> tuple[tuple[Node | None, ...], Glu]:
@@ -79,13 +77,8 @@ class WeightEmitter:
     def _first(self, body: ExpertBody) -> _First:
         gate, up, experts = body.gate, body.up, len(body.gate.matrices)
         if up is None:
-            return (
-                self._read("hexa_w1", [gate.base], experts),
-                self._bias("hexa_b1", body.gate_bias),
-                None,
-                None,
-                "none",
-            )
+            w1, b1 = self._read("hexa_w1", [gate.base], experts), self._bias("hexa_b1", body.gate_bias)
+            return w1, b1, None, None, "none"
         if gate.base == up.base:
             return self._of_one(body, gate, up)
         # Two lists of matrices like those of nn.Linear become one tensor with gate above up.
@@ -115,14 +108,11 @@ class WeightEmitter:
     def _bias(self, name: str, *bases: str | None) -> Node | None:
         """(E, C) of one base or of several side by side; None of None."""
         known = [base for base in bases if base is not None]
-        if not known:
-            return None
-        node = self._read(name, known, 0)
-        return node if self._dims(known[0]) == 2 else self.graph.call_method("flatten", (node, 1))
+        return self._rows(name, known) if known else None
 
-    def dtype_of(self, base: str) -> torch.dtype:
-        """That experts' parameters have now."""
-        return self._first_of(base).dtype
+    def _rows(self, name: str, bases: list[str]) -> Node:
+        node = self._read(name, bases, 0)
+        return node if self._dims(bases[0]) <= 2 else self.graph.call_method("flatten", (node, 1))
 
     def is_in(self, base: str, dtype: torch.dtype) -> bool:
         """Whether the code has experts' parameters in this dtype, or their own holds no number that this one does not."""
@@ -131,13 +121,14 @@ class WeightEmitter:
             roots, lambda n: not (n in roots or ops.views(n) or ops.casts(n) or ops.kind(n) == "getitem")
         )
         casts = {record_of(node).value.dtype for node in read if ops.casts(node)}
-        return dtype in casts or torch.promote_types(self.dtype_of(base), dtype) == dtype
+        return dtype in casts or torch.promote_types(self.first_of(base).dtype, dtype) == dtype
 
     def _dims(self, base: str) -> int:
         """Of all experts' parameters, stacked."""
-        return self._first_of(base).dim() + (base in self._groups)
+        return self.first_of(base).dim() + (base in self._groups)
 
-    def _first_of(self, base: str) -> torch.Tensor:
+    def first_of(self, base: str) -> torch.Tensor:
+        """The first expert's parameter, or that of all of them, as it is now."""
         return self.captured.tensor_of(self._groups.get(base, (base,))[0])
 
     def _read(self, name: str, bases: list[str], experts: int) -> Node:

@@ -34,15 +34,14 @@ class Perturbation:
         name: how a sentence names it.
         at: which leaf of the arguments changes.
         change: gives the leaf's other value, drawn with a generator.
-        finite: whether all of the original counts, be it an error, NaN or infinity; else only its finite results do.
-        gradients: whether gradients are compared too.
+        finite: whether all of the original counts, be it an error, NaN or infinity, and its gradients; else only its finite
+            results do.
     """
 
     name: str
     at: int
     change: Callable[[torch.Tensor, torch.Generator], torch.Tensor]
     finite: bool = True
-    gradients: bool = False
 
 
 def perturbations(inputs: FreshInputs, module: nn.Module, factors: Sequence[float]) -> Iterator[Perturbation]:
@@ -50,9 +49,7 @@ def perturbations(inputs: FreshInputs, module: nn.Module, factors: Sequence[floa
     yield from _masks(inputs, module)
     place = inputs.tokens_at()
     if place is not None:
-        yield Perturbation(
-            "tokens of other magnitudes", place, partial(_times, (*MAGNITUDES, *factors)), gradients=True
-        )
+        yield Perturbation("tokens of other magnitudes", place, partial(_times, (*MAGNITUDES, *factors)))
         yield Perturbation("NaN and infinity in a token", place, _with_nan, finite=False)
 
 
@@ -84,13 +81,13 @@ def _masks(inputs: FreshInputs, module: nn.Module) -> Iterator[Perturbation]:
         leaf = leaf.detach()
         least, most = float(leaf.min()), float(leaf.max())
         if least == most and (kind == "bool" or (kind == "unsigned" and least == 1 and leaf.numel() > 1)):
-            yield Perturbation(mask, number, partial(_drawn, 0, 2), gradients=True)
+            yield Perturbation(mask, number, partial(_drawn, 0, 2))
         elif least == most and integers:
             bounds = min(0, int(least)), max(1, int(most)) + 1
             name = f"the integers {names[number]!r} drawn at random"
-            yield Perturbation(name, number, partial(_drawn, *bounds), gradients=True)
+            yield Perturbation(name, number, partial(_drawn, *bounds))
         elif leaf.is_floating_point() and least < _MASKED and most < -_MASKED:
-            yield Perturbation(mask, number, partial(_masking, least), gradients=True)
+            yield Perturbation(mask, number, partial(_masking, least))
         if kind in ("bool", "integer", "unsigned") and bool(((leaf == 0) | (leaf == 1)).all()):
             yield Perturbation(f"no ones in the mask {names[number]!r}", number, partial(_drawn, 0, 1), finite=False)
 
@@ -131,7 +128,7 @@ def perturbed_cases(comparison: Comparison, gradients: bool) -> Iterator[Verific
         poisoned = ~changed.isfinite().flatten(0, -2).all(-1) if how.at == inputs.tokens_at() else None
         given = pytree.tree_unflatten(leaves, spec)
         try:
-            rows, backward = ByRows(how.finite, poisoned), gradients and how.gradients
-            yield comparison.case(how.name, Call(given, gradients=backward, rows=rows))
+            call = Call(given, gradients=gradients and how.finite, rows=ByRows(how.finite, poisoned))
+            yield comparison.case(how.name, call)
         finally:
             comparison.state.restore()
