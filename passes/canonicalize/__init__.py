@@ -138,7 +138,12 @@ def _split(graph: torch.fx.Graph, node: Node) -> bool:
         rest = [i for i in range(len(operands)) if i not in pair]
         kept = {*result, *expert}.union(*(terms[i] for i in rest))
         term = "".join(dict.fromkeys(c for i in pair for c in terms[i] if c in kept))
-        product = _insert(graph, node, pair, terms, operands, term)
+        equation, chosen = f"{terms[pair[0]]},{terms[pair[1]]}->{term}", [operands[i] for i in pair]
+        with graph.inserting_before(node):
+            product = graph.call_function(torch.einsum, (equation, *chosen))
+        value, record = torch.einsum(equation, *[record_of(operand).value for operand in chosen]), record_of(node)
+        storage = number_of_new(value)
+        product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=storage, calls=record.calls)
         terms, operands, expert = [term, *(terms[i] for i in rest)], [product, *(operands[i] for i in rest)], ""
     if operands == read[1]:
         return False
@@ -179,20 +184,6 @@ def _is_weight(node: Node) -> bool:
     while (operation(node) == "getitem" or ops.casts(node)) and isinstance(node.args[0], Node):
         node = node.args[0]
     return not any(n.op == "placeholder" for n in ancestors([node]))
-
-
-def _insert(
-    graph: torch.fx.Graph, node: Node, pair: tuple[int, int], terms: Sequence[str], operands: Sequence[Node], term: str
-) -> Node:
-    """The product of a pair as a node of its own before ``node``."""
-    equation = f"{terms[pair[0]]},{terms[pair[1]]}->{term}"
-    chosen = [operands[i] for i in pair]
-    with graph.inserting_before(node):
-        product = graph.call_function(torch.einsum, (equation, *chosen))
-    value = torch.einsum(equation, *[record_of(operand).value for operand in chosen])
-    record, storage = record_of(node), number_of_new(value)
-    product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=storage, calls=record.calls)
-    return product
 
 
 def join_products(graph: torch.fx.Graph, kept: Container[Node] = ()) -> bool:

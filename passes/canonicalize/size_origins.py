@@ -69,7 +69,7 @@ def _trace(size: Node, origins: _Origins) -> None:
         return found if node is size else node
 
     for user in list(size.users):
-        user.args, user.kwargs = torch.fx.map_arg(user.args, exchanged), torch.fx.map_arg(user.kwargs, exchanged)
+        user.args, user.kwargs = torch.fx.map_arg((user.args, user.kwargs), exchanged)
     if isinstance(found, Node):
         record_of(found).decision |= record_of(size).decision
 
@@ -160,13 +160,10 @@ def dims_of(node: Node) -> int:
     return int(record_of(node).value.dim())
 
 
-def _flat(sizes: Sequence[Any]) -> list[Any]:
-    """Sizes that are given one by one or as one tuple."""
-    return [*sizes[0]] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else [*sizes]
-
-
 def _view(node: Node, dim: int) -> Origin | None:
-    sizes = list(_flat(node.args[1:]))
+    sizes: Any = node.args[1:]
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):  # given as one, not one by one
+        (sizes,) = sizes
     return _number(sizes[dim]) if len(sizes) == dims_of(node) else None
 
 

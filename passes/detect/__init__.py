@@ -103,7 +103,7 @@ def _detect_standard(family: Family) -> MoEMatch:
         raise without_products(captured, tags)
     stored = stored_outside_calls(captured, [contraction.node for contraction in contractions])
     instances = group_instances(contractions)
-    found = match_rows(instances, captured, tags, family.replay, family.weights)
+    found = match_rows(instances, family.replay, family.weights)
     return first_match(partial(_match_of, family, stored, instances, source, rows) for source, rows in found)
 
 
@@ -118,7 +118,7 @@ def _match_of(
     combine = find_combine(captured.graph, instances, rows, tokens, replay, opaque | family.passed)
     experts = rows.readings[0].matrices.shape[0]
     late = _late_bias(instances, combine.node, tags, experts) if bool((combine.offset != 0).any()) else None
-    body = identify_body(instances, rows, tags, replay, family.weights, late)
+    body = identify_body(instances, rows, replay, family.weights, late)
     added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
     if body.down_bias != added and bool((body.between != 1).any()):  # it would have to be there as often as the product
         raise Refuse("a factor between the projections is followed by a bias, so it is no routing weight", combine.node)
@@ -143,9 +143,8 @@ def _late_bias(instances: list[Instance], end: Node, tags: Mapping[Node, Tag], e
 
 
 def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:
+    if batched := [c.node for c in contractions if c.expert == ALL]:
+        return f"batched {operation(batched[0])}"
     operations = {operation(node) for node in captured.graph.nodes if node.op != "output"}
-    if any(contraction.expert == ALL for contraction in contractions):
-        batched = next(c for c in contractions if c.expert == ALL)
-        return f"batched {operation(batched.node)}"
     sorted_first = operations & {"argsort", "sort"} and operations & {"split", "cat", "concat"}
     return "sorted slices" if sorted_first else "loop over experts"

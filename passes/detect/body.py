@@ -161,12 +161,7 @@ class ExpertBody:
 
 
 def identify_body(
-    instances: Sequence[Instance],
-    rows: Rows,
-    tags: Mapping[Node, Tag],
-    replay: Replay,
-    weights: WeightTable,
-    down_bias: str | None,
+    instances: Sequence[Instance], rows: Rows, replay: Replay, weights: WeightTable, down_bias: str | None
 ) -> ExpertBody:
     """Identifies the expert function. ``down_bias`` is the base of a bias that is added after the second product, if any."""
     first, experts = instances[0].first, len(rows.readings[0].matrices)
@@ -176,13 +171,13 @@ def identify_body(
     # The probe must reach far enough to hit every clamp in the code.
     reach = max([20.0, *(2 * abs(value) for value in literals(segment) if abs(value) < 1e6)])
     hidden, activated = _experiment(instances, rows, replay, reach)
-    later_biases = bias_bases(segment, tags, experts)
+    later_biases = bias_bases(segment, weights.tags, experts)
     orders = permutations(range(len(first)))
     for order, (added, gain) in product(orders, _ways_to_read(later_biases, first)):
         ordered = [first[i] for i in order]
-        biases = _assign_biases(ordered, added)
+        # those inside the product calls are replaced along with the products; those added later are part of the experiment
+        biases = [*added, *[None] * (len(first) - len(added))] if added else [c.bias for c in ordered]
         values = _bias_values(biases, weights, experts, first[0].node)
-        # those inside the product calls were replaced along with the products
         shifts = [value if c.bias is None else None for c, value in zip(ordered, values)]
         (gains,) = _bias_values([gain], weights, experts, first[0].node)
         for hypothesis in hypotheses(instances[0], segment):
@@ -242,25 +237,15 @@ def _experiment(
 
 def bias_bases(nodes: Iterable[Node], tags: Mapping[Node, Tag], experts: int) -> list[str]:
     """Expert parameters that enter at ``nodes``, in order: one expert's, gathered ones, or a stack broadcast over rows."""
-    found: dict[str, None] = {}
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            if tags[operand].weight and (tags[operand].experts or _is_of_all(operand, experts)):
-                found.update(dict.fromkeys(tags[operand].bases))
-    return list(found)
+    weights = (operand for node in nodes for operand in node.all_input_nodes if tags[operand].weight)
+    entering = (weight for weight in weights if tags[weight].experts or _is_of_all(weight, experts))
+    return list(dict.fromkeys(base for weight in entering for base in tags[weight].bases))
 
 
 def _is_of_all(weight: Node, experts: int) -> bool:
     """Whether it is a stack with a part for each expert, or made of one, as some experts' parts are."""
     values = (record_of(node).value for node in ancestors([weight]) if is_tensor(node))
     return any(value.dim() >= 2 and value.shape[0] == experts for value in values)
-
-
-def _assign_biases(ordered: Sequence[Contraction], later: list[str | None]) -> list[str | None]:
-    """Biases inside the product calls are replaced along with the products; those added later are part of the experiment."""
-    if not later:
-        return [None if c.bias is None else c.bias for c in ordered]
-    return [later[i] if i < len(later) else None for i in range(len(ordered))]
 
 
 def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[list[str | None], str | None]]:

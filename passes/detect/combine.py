@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 from torch.fx import Node
 
 from hexa_fx import operations as ops
@@ -88,7 +89,7 @@ def find_combine(
     if not candidates:
         raise Refuse(APART, seconds[0])
     probes = _Probes(seconds, rows, width, replay)
-    outputs = probes.run(replay, candidates)
+    outputs = probes.run(candidates)
     later = None
     for node in candidates:
         answers = [output[node].reshape(tokens, width) for output in outputs]
@@ -107,7 +108,7 @@ def find_combine(
     more = tokens / max(count, 1)  # rows that experts are given for one that the block is given
     if more > 1 and count:
         raise Refuse(_LAID_OUT if more == int(more) else _PADDED, candidates[0])
-    raise Refuse(NO_SUM, probes.mixing(replay, candidates[0]) or candidates[0])
+    raise Refuse(NO_SUM, probes.mixing(candidates[0]) or candidates[0])
 
 
 def _last_alike(node: Node, candidates: Sequence[Node]) -> Node:
@@ -118,9 +119,8 @@ def _last_alike(node: Node, candidates: Sequence[Node]) -> Node:
     """
     known = {record_of(n).value.shape[:-1] for n in node.graph.nodes if n.op == "placeholder" and is_float(n)}
     last, alike = node, {node}
-    undrawn = set(
-        itertools.takewhile(lambda n: not draws(n), itertools.dropwhile(lambda n: n is not node, node.graph.nodes))
-    )
+    after = itertools.dropwhile(lambda n: n is not node, node.graph.nodes)
+    undrawn = set(itertools.takewhile(lambda n: not draws(n), after))
     for candidate in candidates[candidates.index(node) + 1 :]:
         read = {operand for operand in candidate.all_input_nodes if is_float(operand)}
         if candidate.target is functional.after:  # the whole buffer, read again after a write through a view of it
@@ -138,18 +138,12 @@ def _gates(graph: torch.fx.Graph, instances: Sequence[Instance], numel: int, wid
     """Nodes of the tokens' size that every path from an expert's inside to the output goes through, in order."""
     inside = [contraction.node for instance in instances for contraction in instance.products]
     live = live_nodes(graph)
-    reached = descendants(inside)
     seconds = {instance.second.node for instance in instances}
     if not seconds & live:
         raise Refuse("no result of the block depends on the expert outputs", instances[0].second.node)
-    gates = []
-    for node in _dominators(graph, reached & live, inside):
-        value = record_of(node).value
-        if node.op == "output" or not is_float(node) or (node in seconds and len(seconds) > 1):
-            continue
-        if value.numel() == numel and value.shape[-1] == width:
-            gates.append(node)
-    return gates
+    gates = [n for n in _dominators(graph, descendants(inside) & live, inside) if n.op != "output" and is_float(n)]
+    shapes = {n: record_of(n).value.shape for n in gates if n not in seconds or len(seconds) == 1}
+    return [n for n, shape in shapes.items() if shape.numel() == numel and shape[-1] == width]
 
 
 def _dominators(graph: torch.fx.Graph, region: set[Node], inside: Sequence[Node]) -> list[Node]:
@@ -176,45 +170,37 @@ class _Probes:
     """Zeros, one-hot rows (each row of a token on its own feature), and random runs that check linearity."""
 
     def __init__(self, seconds: Sequence[Node], rows: Rows, width: int, replay: Replay) -> None:
-        self._seconds, self._tokens, self._real, self._width = seconds, rows.token, rows.real, width
-        self._slot = rank_among_equals(self._tokens)
-        self._rounds = int(self._slot[self._real].max()) // width + 1 if bool(self._real.any()) else 1
+        self._seconds, self._tokens, self._real, self._replay = seconds, rows.token, rows.real, replay
+        number = rank_among_equals(self._tokens)
+        rounds = int(number[self._real].max()) // width + 1 if bool(self._real.any()) else 1
+        self._chosen, self._feature = [self._real & (number // width == r) for r in range(rounds)], number % width
         generator = torch.Generator().manual_seed(5)
         noise = torch.randn(len(self._tokens), width, generator=generator, dtype=torch.float64, device="cpu")
         # Padding rows that give exactly zero may enter any token with any weight.
         silent = ~self._real & (rows.of(seconds, map(replay.value, seconds)) == 0).all(1)
         self._random = noise.to(self._tokens.device) * ~silent[:, None]
 
-    def run(self, replay: Replay, wanted: Sequence[Node]) -> list[dict[Node, torch.Tensor]]:
-        zeros = torch.zeros_like(self._random)
-        settings = [zeros, *(self._one_hot(r) for r in range(self._rounds))]
+    def run(self, wanted: Sequence[Node]) -> list[dict[Node, torch.Tensor]]:
+        zeros, width = torch.zeros_like(self._random), self._random.shape[1]
+        one_hot = F.one_hot(self._feature, width).double()
+        settings = [zeros, *(one_hot * chosen[:, None] for chosen in self._chosen)]
         settings += [factor * self._random for factor in _FACTORS]
-        return [self._set(replay, rows, wanted) for rows in settings]
-
-    def _one_hot(self, number: int) -> torch.Tensor:
-        rows = torch.zeros_like(self._random)
-        chosen = self._real & ((self._slot // self._width) == number)
-        rows[chosen, self._slot[chosen] % self._width] = 1.0
-        return rows
-
-    def _set(self, replay: Replay, rows: torch.Tensor, wanted: Sequence[Node]) -> dict[Node, torch.Tensor]:
         shapes = [record_of(node).value.shape for node in self._seconds]
-        parts = rows.split([shape.numel() // self._width for shape in shapes])
-        return replay.run(
-            {node: part.reshape(shape) for node, part, shape in zip(self._seconds, parts, shapes)}, wanted
-        )
+        parts = (rows.split([shape.numel() // width for shape in shapes]) for rows in settings)
+        given = ({n: p.reshape(shape) for n, p, shape in zip(self._seconds, each, shapes)} for each in parts)
+        return [self._replay.run(values, wanted) for values in given]
 
-    def mixing(self, replay: Replay, end: Node) -> Node | None:
+    def mixing(self, end: Node) -> Node | None:
         """The first node from the largest of the products to ``end`` of which a row depends on other rows of the product."""
         second = max(self._seconds, key=lambda node: record_of(node).value.numel())
-        behind, value = ancestors([end]) & descendants([second]), replay.value(second)
+        behind, value = ancestors([end]) & descendants([second]), self._replay.value(second)
         if value.dim() < 2:  # a row alone
             return None
         floats = [node for node in second.graph.nodes if node in behind and is_float(node)]
         nodes = [node for node in floats if record_of(node).value.shape == value.shape]
         other = value.clone()
         other[..., :1, :] += 1.0
-        before, after = (replay.run({second: rows}, nodes) for rows in (value, other))
+        before, after = (self._replay.run({second: rows}, nodes) for rows in (value, other))
         apart = (n for n in nodes if n is not end and not torch.equal(before[n][..., 1:, :], after[n][..., 1:, :]))
         return next(apart, None)
 
@@ -223,11 +209,10 @@ class _Probes:
         zero, one_hot, random = outputs[0], outputs[1 : -len(_FACTORS)], outputs[-len(_FACTORS) :]
         real = self._real
         found = torch.zeros(len(self._tokens), dtype=torch.float64, device=zero.device)
-        for number, output in enumerate(one_hot):
-            chosen = real & ((self._slot // self._width) == number)
-            difference = output - zero
-            found[chosen] = difference[self._tokens[chosen], self._slot[chosen] % self._width]
-            difference[self._tokens[chosen], self._slot[chosen] % self._width] = 0
+        for chosen, output in zip(self._chosen, one_hot):
+            difference, places = output - zero, (self._tokens[chosen], self._feature[chosen])
+            found[chosen] = difference[places]
+            difference[places] = 0
             if not bool((difference.abs() <= _TOLERANCE).all()):
                 return None
         summed = torch.zeros_like(zero).index_add_(0, self._tokens[real], found[real, None] * self._random[real])
@@ -248,13 +233,7 @@ def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def explain_offset(
-    pairs: Pairs,
-    down_bias: str | None,
-    combine: Combine,
-    source: Node,
-    weights: WeightTable,
-    tags: Mapping[Node, Tag],
-    replay: Replay,
+    pairs: Pairs, down_bias: str | None, combine: Combine, source: Node, weights: WeightTable, replay: Replay
 ) -> tuple[torch.Tensor | None, Node | None]:
     """What the combine holds without the products and their weighted biases: the factor (T,) with which identity
     ("zero-computation") experts add the token, and the tensor that the code adds the outputs onto, each if there is one.
@@ -268,7 +247,7 @@ def explain_offset(
         expected.index_add_(0, pairs.token, pairs.after[:, None] * vectors[pairs.expert])
     if _is_same(offset, expected):
         return None, None
-    base = _holding(offset - expected, combine.node, tags, replay)
+    base = _holding(offset - expected, combine.node, weights.tags, replay)
     if base is not None:
         return None, base
     x = replay.value(source).reshape(-1, record_of(source).value.shape[-1])
@@ -317,12 +296,10 @@ def _holding(wanted: torch.Tensor, end: Node, tags: Mapping[Node, Tag], replay: 
     numbers = {node for node in seen if node.op != "output" and is_tensor(node) and not is_float(node)}
     moved = (node for node in seen if not numbers.isdisjoint(node.all_input_nodes) and not ops.works_on_each(node))
     routed = descendants([*moved, *filter(ops.chooses, seen)])
-    for node in sorted(nodes, key=routed.__contains__):
-        if node not in behind or not is_float(node) or tags[node].experts or tags[node].weight:
-            continue
-        value = record_of(node).value
-        if value.numel() != wanted.numel() or value.shape[-1] != wanted.shape[-1]:
-            continue
-        if _is_same(replay.value(node).reshape(wanted.shape), wanted):
+    free = [n for n in nodes if n in behind and is_float(n) and not tags[n].experts and not tags[n].weight]
+    for node in sorted(free, key=routed.__contains__):
+        shape = record_of(node).value.shape
+        fits = shape.numel() == wanted.numel() and shape[-1] == wanted.shape[-1]
+        if fits and _is_same(replay.value(node).reshape(wanted.shape), wanted):
             return node
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,9 +282,7 @@ class Decisions:
 
     def conditions(self, of_sizes: bool = False) -> tuple[Condition, ...]:
         """Those of all decisions, or only of those ``of_sizes``."""
-        return tuple(self._conditions(of_sizes))
-
-    def _conditions(self, of_sizes: bool) -> Iterator[Condition]:
+        found = []
         for node in self.captured.graph.nodes:
             if node.op == "output" or not record_of(node).decision or node in self.opaque:
                 continue
@@ -297,7 +295,8 @@ class Decisions:
                 value = record_of(node).value
                 pieces = len(value) if counts_pieces(node) or operation(node) == "tolist" else None
                 of_outputs = not self._sizes(node) and not self._inside(self._asked(node)) <= self.after
-                yield Condition(node, value if _is_number(node) else bool(value), of_outputs, pieces)
+                found.append(Condition(node, value if _is_number(node) else bool(value), of_outputs, pieces))
+        return tuple(found)
 
     def judged(self, decision: Node) -> tuple[Verdict, str]:
         """The verdict on a decision, and the sentence of a refusal."""
@@ -309,8 +308,8 @@ class Decisions:
             return self._of_sizes(decision, sizes)
         asked = self._asked(decision)
         is_bool = isinstance(record_of(decision).value, bool)
-        if is_bool and self._only_checks(decision):
-            return self._of_finite(decision)
+        if is_bool and (checks := self._checks(decision)):
+            return self._of_finite(checks)
         if self._inside(asked):
             return Verdict.REFUSED, _ON_EXPERTS
         if any(n.op == "placeholder" and is_float(n) for n in asked):
@@ -343,11 +342,9 @@ class Decisions:
     def _is_size_or_choice(self, node: Node) -> bool:
         made = node.args[0] if kind(node) == "getitem" else node
         of_choice = isinstance(made, Node) and ((_choices(made) and node in self.chosen) or node in self.routing)
-        if (node.op.startswith("call") and operation(node) in ops.SIZES | _FILLED) or (
-            of_choice and is_tensor(node) and not is_float(node)
-        ):
-            return True
-        return asks_who_was_chosen(node)
+        is_ids = of_choice and is_tensor(node) and not is_float(node)
+        of_size = node.op.startswith("call") and operation(node) in ops.SIZES | _FILLED
+        return of_size or is_ids or asks_who_was_chosen(node)
 
     def _follow_choices(self) -> set[Node]:
         """What follows from choices by which experts get tokens, or the code takes items of lists, and from others made with the
@@ -407,25 +404,22 @@ class Decisions:
     def _is_apart(self, decision: Node) -> bool:
         """Whether it asks how many whole numbers are given beside the tokens, such as lengths of sequences: the code goes through
         all, and verification has as many in each of its cases."""
-        given = {
-            n: record_of(n).value for n in self.captured.graph.find_nodes(op="placeholder", sort=False) if is_tensor(n)
-        }
-        tokens = [value.shape[:-1] for n, value in given.items() if is_float(n)]
-        asked = [value for n, value in given.items() if n in ancestors([decision])]
+        given = [*filter(is_tensor, self.captured.graph.find_nodes(op="placeholder", sort=False))]
+        tokens = [record_of(n).value.shape[:-1] for n in given if is_float(n)]
+        asked = [record_of(n).value for n in given if n in ancestors([decision])]
         known = {*itertools.chain(*tokens), *(shape.numel() for shape in tokens)}
         return bool(asked) and not any(v.is_floating_point() or not known.isdisjoint(v.shape) for v in asked)
 
-    def _only_checks(self, decision: Node) -> bool:
-        """Whether all that a decision asks about float tensors is if they are finite."""
+    def _checks(self, decision: Node) -> set[Node]:
+        """The checks whether float tensors are finite, if these are all that a decision asks about such."""
         asked = ancestors([decision], stop=is_check_of_numbers)
         checks = set(filter(is_check_of_numbers, asked))
-        return bool(checks) and not any(map(is_float, asked - checks))
+        return set() if any(map(is_float, asked - checks)) else checks
 
-    def _of_finite(self, decision: Node) -> tuple[Verdict, str]:
+    def _of_finite(self, checks: set[Node]) -> tuple[Verdict, str]:
         """What is not finite of what the experts give makes the combined result not finite, which is known once they have run. Then
         the block's own code runs from its beginning.
         """
-        checks = filter(is_check_of_numbers, ancestors([decision], stop=is_check_of_numbers))
         inside = [n for check in checks for n in check.all_input_nodes if self._inside({n}) and n not in self.after]
         if not all(map(self._is_moved, inside)):
             return Verdict.REFUSED, _FINITE_INSIDE

@@ -8,6 +8,7 @@ draws what the original would, expert after expert, each for its rows in the ori
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -201,9 +202,7 @@ class _FreeSearch:
     def _sources(self, end: Column, tokens: Node) -> Iterator[Node]:
         """Tensors that may have a row for every token, the tokens themselves first."""
         yield tokens
-        for node in self.captured.graph.nodes:
-            if node in end:
-                break
+        for node in itertools.takewhile(lambda n: n not in end, self.captured.graph.nodes):
             of_tokens = is_float(node) and not self.tags[node].experts and not self.tags[node].weight
             if of_tokens and record_of(node).value.dim() >= 2 and record_of(node).value.numel():
                 yield node
@@ -246,14 +245,13 @@ def _places_among(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | No
 
 def _instance(end: Node, inside: list[Node], expert: int) -> Instance:
     """The run as an `Instance`, of which the search for the combine reads the nodes."""
-    first = tuple(Contraction(node, node, node, expert, "", None, 1) for node in inside if node is not end)
-    return Instance(first, Contraction(end, end, end, expert, "", None, 2))
+    first = tuple(Contraction(node, node, expert, "", None, 1) for node in inside if node is not end)
+    return Instance(first, Contraction(end, end, expert, "", None, 2))
 
 
 def refuse_mixing(reader: StepReader) -> None:
     """Other rows' tokens are changed; a row that answers to that is mixed with others."""
     steps = [node for node, role in reader.roles.items() if isinstance(role, (Copy, Product)) and is_float(node)]
-    order = {node: place for place, node in enumerate(reader.weights.captured.graph.nodes)}
     given = [reader.columns[node] for node, role in reader.roles.items() if isinstance(role, TokenRows)]
     generator = torch.Generator().manual_seed(17)
     for parity in (0, 1):
@@ -267,15 +265,12 @@ def refuse_mixing(reader: StepReader) -> None:
         wanted = [n for node in steps for n in reader.columns[node]]
         answers = reader.replay.run(replace, wanted)
         expected = reader.replay.run({n: reader.replay.value(n) for n in replace}, wanted)
-        for node in sorted(steps, key=order.__getitem__):
+        for node in steps:
             for member in reader.columns[node]:
-                before, after = (found[member].flatten(0, reader.lead - 1) for found in (expected, answers))
-                if not _same(before[1 - parity :: 2], after[1 - parity :: 2]):
+                rows = (found[member].flatten(0, reader.lead - 1) for found in (expected, answers))
+                before, after = (each[1 - parity :: 2].double() for each in rows)  # some are in 8 bits
+                if not torch.allclose(before, after, rtol=1e-9, atol=1e-9, equal_nan=True):
                     raise Refuse(f"{operation(node)} inside the experts mixes rows of different tokens", node)
-
-
-def _same(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return torch.allclose(before.double(), after.double(), rtol=1e-9, atol=1e-9, equal_nan=True)  # some are in 8 bits
 
 
 # -- dropouts inside experts --------------------------------------------------------------------------------------------

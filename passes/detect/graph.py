@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -150,21 +150,17 @@ def in_words(value: Any, of_node: Callable[[Node], Hashable]) -> Hashable:
 
 def literals(nodes: Iterable[Node]) -> list[float]:
     """Plain numbers in the arguments of ``nodes``, in order of appearance, each once."""
-    found: dict[float, None] = {}
 
-    def visit(value: Any) -> None:
+    def visit(value: Any) -> Iterator[float]:
+        if isinstance(value, dict):
+            value = list(value.values())
         if isinstance(value, (tuple, list)):
             for item in value:
-                visit(item)
-        elif isinstance(value, dict):
-            visit(list(value.values()))
+                yield from visit(item)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.setdefault(float(value))
+            yield float(value)
 
-    for node in nodes:
-        visit(node.args)
-        visit(node.kwargs)
-    return list(found)
+    return list(dict.fromkeys(number for node in nodes for number in visit((node.args, node.kwargs))))
 
 
 def adds_dimension(node: Node) -> bool:

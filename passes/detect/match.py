@@ -129,7 +129,7 @@ class Family:
     ) -> Routed:
         """How the tokens in ``source`` come to experts and back. ``late_bias``: a parameter that is added to what experts give."""
         end, replay, value = combine.node, self.replay, record_of(source).value
-        identity, base = explain_offset(pairs, late_bias, combine, source, self.weights, self.tags, replay)
+        identity, base = explain_offset(pairs, late_bias, combine, source, self.weights, replay)
         tokens = value.numel() // value.shape[-1]
         search = Search(self.captured, self.tags, end, tokens, experts, replay, self.prefer_earliest)
         routing = find_routing(pairs, search)
@@ -139,9 +139,7 @@ class Family:
             raise Refuse(
                 "tokens reach the output past the experts, and the routing does not say with which weight", end
             )
-        if weighted:
-            return Routed(search, routing, base, "weighted")
-        passing = how_tokens_pass(identity, pairs, routing, experts, end, replay)
+        passing = "weighted" if weighted else how_tokens_pass(identity, pairs, routing, experts, end, replay)
         return Routed(search, routing, base, passing)
 
     def matched(

@@ -25,7 +25,7 @@ class Contraction:
     """One recorded matrix product with expert weights.
 
     Args:
-        node: the product. data: its token operand. weight: its weight operand (one expert's matrix, or all of them).
+        node: the product. data: its token operand.
         expert: which expert, `ALL` for a batched product. base: parameter or group the weight comes from.
         bias: base of a bias inside the same call.
         level: 1 for a product of tokens, 2 for a product of a level-1 product's result, ...
@@ -33,7 +33,6 @@ class Contraction:
 
     node: Node
     data: Node
-    weight: Node
     expert: int
     base: str
     bias: str | None
@@ -63,9 +62,7 @@ def find_contractions(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> list
     levels: dict[Node, int] = {}  # by node, the highest of the contractions that it depends on
     for node in captured.graph.nodes:
         levels[node] = max((levels[source] for source in node.all_input_nodes), default=0)
-        if node.op == "output" or not ops.contracts(node) or tags[node].weight:
-            continue
-        if node in captured.set_aside:
+        if node.op == "output" or not ops.contracts(node) or tags[node].weight or node in captured.set_aside:
             continue
         contraction = _read_contraction(node, tags, levels)
         if contraction is not None:
@@ -83,10 +80,11 @@ def scored_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str
 
 
 def _read_contraction(node: Node, tags: Mapping[Node, Tag], levels: Mapping[Node, int]) -> Contraction | None:
-    weights = [n for n in _operands(node) if tags[n].weight and is_expert_weight(n, tags[n])]
+    operands = [n for n in node.all_input_nodes if is_float(n)]
+    weights = [n for n in operands if tags[n].weight and is_expert_weight(n, tags[n])]
     if not weights:
         return None
-    data = [n for n in _operands(node) if not tags[n].weight]
+    data = [n for n in operands if not tags[n].weight]
     if len(data) != 1:
         raise Refuse(f"an expert product takes {len(data)} token operands where one was expected", node)
     # In addmm(b, x, W) and baddbmm(b, x, W) the first operand is the bias, whatever its rank.
@@ -101,11 +99,7 @@ def _read_contraction(node: Node, tags: Mapping[Node, Tag], levels: Mapping[Node
         raise Refuse("an expert product mixes the parameters of several experts", node)
     bias = next(iter(tags[biases[0]].bases)) if biases else None
     (expert,), (base,) = experts, tags[weight].bases
-    return Contraction(node, data[0], weight, expert, base, bias, 1 + levels[data[0]])
-
-
-def _operands(node: Node) -> list[Node]:
-    return [n for n in node.all_input_nodes if is_float(n)]
+    return Contraction(node, data[0], expert, base, bias, 1 + levels[data[0]])
 
 
 def is_expert_weight(weight: Node, tag: Tag) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from hexa_fx.capture import record_of
+from hexa_fx.capture.records import reached
 from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.graph import ancestors, is_float, literals
@@ -88,21 +89,17 @@ def find_routing(pairs: Pairs, search: Search) -> Routing:
         if not always:
             raise
         first = len(always) if always == tuple(range(len(always))) else 0
-        others = _counted_from(first, pairs.taken(_of_others(pairs, always)))
-        routing = _find_routing(others, replace(search, experts=search.experts - first))
+        routing = _find_routing(*_of_others(pairs, search, always, first)[:2])
         if routing.before:
             raise
         return replace(routing, always=always, first=first)
 
 
-def _of_others(pairs: Pairs, always: tuple[int, ...]) -> torch.Tensor:
-    """Mask of the pairs of other experts."""
-    return ~torch.isin(pairs.expert, torch.tensor(always, device=pairs.expert.device))
-
-
-def _counted_from(first: int, pairs: Pairs) -> Pairs:
-    """The same, with experts numbered from the one at the place ``first``."""
-    return replace(pairs, expert=pairs.expert - first)
+def _of_others(pairs: Pairs, search: Search, always: tuple[int, ...], first: int) -> tuple[Pairs, Search, torch.Tensor]:
+    """The pairs of other experts than those ``always`` given, numbered from the one at the place ``first``, and a mask of them."""
+    mask = ~torch.isin(pairs.expert, torch.tensor(always, device=pairs.expert.device))
+    others = pairs.taken(mask)
+    return replace(others, expert=others.expert - first), replace(search, experts=search.experts - first), mask
 
 
 def _some_go_unused(pairs: Pairs, search: Search) -> bool:
@@ -154,15 +151,9 @@ def _find_routing(pairs: Pairs, search: Search, marks: bool = False) -> Routing:
 
 def _enters_experts(node: Node, tags: Mapping[Node, Tag]) -> bool:
     """Whether experts are given something that is computed from ``node``, past their own weights no further."""
-    open_nodes, seen = [node], {node}
-    while open_nodes:
-        users = [user for user in open_nodes.pop().users if user not in seen and _may_be_rows(user)]
-        seen |= set(users)
-        of_experts = [user for user in users if tags[user].experts]
-        if any(tags[n].weight and tags[n].experts for user in of_experts for n in user.all_input_nodes):
-            return True
-        open_nodes.extend(user for user in users if not tags[user].experts)
-    return False
+    after = reached([node], lambda n: () if tags[n].experts else filter(_may_be_rows, n.users))
+    of_experts = (n for n in after if tags[n].experts)
+    return any(tags[n].weight and tags[n].experts for user in of_experts for n in user.all_input_nodes)
 
 
 def _may_be_rows(node: Node) -> bool:
@@ -201,11 +192,10 @@ def find_row_factor(wanted: torch.Tensor, pairs: Pairs, routing: Routing, search
     """Where a factor for every pair (P,), which the experts compute with, can be read; () if it is always 1."""
     end = search.end
     if routing.always:
-        kept = _of_others(pairs, routing.always)
+        pairs, search, kept = _of_others(pairs, search, routing.always, routing.first)
         if not bool((wanted[~kept] == 1).all()):
             raise Refuse("an expert that every token is given computes with a weight of the token's", end)
-        pairs, wanted = _counted_from(routing.first, pairs.taken(kept)), wanted[kept]
-        search = replace(search, experts=search.experts - routing.first)
+        wanted = wanted[kept]
     effective = pairs.effective
     ids = ids_of(routing.index, search.tokens, search.experts)
     # a table among the factors after the experts has what two choices of the same expert come to

@@ -109,10 +109,8 @@ class Search:
         tags, behind, device = self.tags, ancestors([self.end]), record_of(self.end).value.device
         reads = self.captured.graph.find_nodes(op="get_attr")
         held = [n for n in reads if n in behind and tags[n].weight and not tags[n].experts]
-        numbers = [
-            n for n in held if record_of(n).value.shape == (self.experts,) and bool((record_of(n).value != 0).all())
-        ]
-        return [n for n in numbers if record_of(n).value.device == device]
+        held = [n for n in held if record_of(n).value.shape == (self.experts,) and record_of(n).value.device == device]
+        return [n for n in held if bool((record_of(n).value != 0).all())]
 
     def _routing_like(self, among: set[Node]) -> list[Node]:
         return [
@@ -120,10 +118,8 @@ class Search:
             for node in self.captured.graph.nodes
             if node in among
             and is_tensor(node)
-            and not self.tags[node].experts
-            and not self.tags[node].weight
+            and not (self.tags[node].experts or self.tags[node].weight or ops.is_uninitialised(node))
             and record_of(node).value.numel()
-            and not ops.is_uninitialised(node)
         ]
 
 
@@ -381,18 +377,16 @@ def find_index(
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
     wanted = torch.zeros(tokens, experts, dtype=torch.bool, device=pairs.token.device)
     wanted[pairs.token, pairs.expert] = True
-    best: tuple[tuple[bool, int, int, bool, int], RoutingSource, torch.Tensor] | None = None
     for groups in (False, True):
-        for place, node in enumerate(known):
-            for reading, ids in _id_readings(record_of(node).value, tokens, experts, groups, marks):
-                extra = _extra_ids(ids, wanted)
-                if extra is None:
-                    continue
-                key = (reading == "one_hot", ids.shape[1], extra, node in search.inner, place)
-                if best is None or key < best[0]:
-                    best = key, RoutingSource((node,), reading, groups), ids
-        if best is not None:
-            return best[1], best[2]
+        fitting = [
+            (reading == "one_hot", ids.shape[1], extra, node in search.inner, node, reading, ids)
+            for node in known
+            for reading, ids in _id_readings(record_of(node).value, tokens, experts, groups, marks)
+            if (extra := _extra_ids(ids, wanted)) is not None
+        ]
+        if fitting:
+            *_, node, reading, ids = min(fitting, key=lambda each: each[:4])  # the first of equals
+            return RoutingSource((node,), reading, groups), ids
     if experts > 1 and bool(wanted.all()):
         raise Refuse("every token is given to every expert with a weight of its own: a dense (soft) mixture", end)
     return _index_from_columns(wanted, tokens, experts, in_order, end)
@@ -463,7 +457,7 @@ def _index_from_columns(
 ) -> tuple[RoutingSource, torch.Tensor]:
     """Ids that the code keeps in one (T,) tensor per slot."""
     remaining = wanted.clone()
-    columns: list[tuple[Node, torch.Tensor]] = []
+    columns: list[Node] = []
     for node in known:
         value = record_of(node).value
         if value.is_floating_point() or value.dtype == torch.bool or value.numel() != tokens:
@@ -474,11 +468,11 @@ def _index_from_columns(
         hits = remaining.gather(1, ids[:, None].long())[:, 0]
         if 2 * int(hits.sum()) < int(remaining.any(1).sum()) or not bool(hits.any()):
             continue
-        columns.append((node, ids))
+        columns.append(node)
         remaining.scatter_(1, ids[:, None].long(), False)
         if not bool(remaining.any()):
-            nodes = tuple(node for node, _ in columns)
-            return RoutingSource(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
+            source = RoutingSource(tuple(columns), "columns")
+            return source, ids_of(source, tokens, experts)
     raise NoRouting(_why_not(wanted), end)
 
 

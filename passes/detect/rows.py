@@ -8,8 +8,7 @@ row of the second tells by its changes which one it follows from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
@@ -24,14 +23,6 @@ from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
-
-
-class RowMatch(NamedTuple):
-    """token (R,), expert (R,) and scale (R,) of the rows of a product."""
-
-    token: torch.Tensor
-    expert: torch.Tensor
-    scale: torch.Tensor
 
 
 class RowMatcher:
@@ -55,7 +46,7 @@ class RowMatcher:
         self._table = table.reshape(-1, self._DIRECTIONS)
         self._norms = self._table.norm(dim=1)
 
-    def match(self, product: torch.Tensor, experts: torch.Tensor | None = None) -> RowMatch | None:
+    def match(self, product: torch.Tensor, experts: torch.Tensor | None = None) -> Rows | None:
         """Looks up product (R, N); None when a row is not explained. Zero rows are token -1.
 
         ``experts`` (R,): whose row it is, where that is known.
@@ -71,17 +62,15 @@ class RowMatcher:
             return None
         scale = torch.where((scale - 1).abs() < self._TOLERANCE, torch.ones_like(scale), scale)
         token = torch.where(zero, -1, flat % self._tokens)
-        return RowMatch(token, flat // self._tokens, scale)
+        return Rows(token, flat // self._tokens, scale)
 
     def _nearest(self, wanted: torch.Tensor, table: torch.Tensor, experts: torch.Tensor | None) -> torch.Tensor:
         """Index of the most similar unit vector, among those of a row's expert; in blocks, so that similarities stay small."""
         if experts is None:
             blocks = wanted.split(max(1, _SIMILARITIES // max(1, len(table))))
             return torch.cat([(block @ table.T).argmax(1) for block in blocks] or [wanted.new_zeros(0).long()])
-        step, table = (
-            max(1, _SIMILARITIES // table[: self._tokens].numel()),
-            table.reshape(self._experts, self._tokens, -1),
-        )
+        step = max(1, _SIMILARITIES // table[: self._tokens].numel())
+        table = table.reshape(self._experts, self._tokens, -1)
         found = [
             torch.bmm(table[numbers], block[:, :, None])[:, :, 0].argmax(1) + numbers * self._tokens
             for block, numbers in zip(wanted.split(step), experts.split(step))
@@ -105,8 +94,6 @@ _NEAR = 1e-9
 _turns = ops.of(
     "transpose t permute movedim rearrange getattr roll flip index_select gather take take_along_dim embedding masked_select"
 )
-
-DIFFERENT_WAYS = "experts use their weights in different ways"
 
 _moves_rows = ops.of(
     "view reshape flatten unflatten squeeze unsqueeze contiguous clone to type_as float double half bfloat16 getitem index_select "
@@ -156,19 +143,16 @@ def laid_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return rows[order.clamp(min=0)].masked_fill((order < 0)[:, None], 0.0)
 
 
-def match_rows(
-    instances: Sequence[Instance],
-    captured: CapturedBlock,
-    tags: Mapping[Node, Tag],
-    replay: Replay,
-    weights: WeightTable,
-) -> Iterator[tuple[Node, Rows]]:
+def match_rows(instances: Sequence[Instance], replay: Replay, weights: WeightTable) -> Iterator[tuple[Node, Rows]]:
     """Every node whose rows may be the tokens, likeliest first, and whose rows are whose."""
-    _refuse_unlike(instances)
+    usual = [*map(_kind, instances[0].products)]
+    for run in instances:
+        if [*map(_kind, run.products)] != usual:
+            raise Refuse("experts use their weights in different ways", run.second.node)
     found = False
     order = row_orders(instances, replay)
     leader = max(instances, key=lambda instance: replay.value(instance.first[0].data).numel()).first[0]
-    for source in token_sources(leader.node, feature_size(leader.data), captured, tags):
+    for source in token_sources(leader.node, feature_size(leader.data), weights.captured, weights.tags):
         if record_of(source).value.itemsize == 1:  # numbers in 8 bits are cast before they are multiplied
             continue
         tokens = replay.value(source).reshape(-1, feature_size(leader.data))
@@ -186,16 +170,8 @@ def match_rows(
         raise Refuse(_WIDE.format(leader.base) if wide else NOT_TOKENS, leader.data)
 
 
-def _refuse_unlike(instances: Sequence[Instance]) -> None:
-    """Runs have to read the same weights in the same places."""
-    usual = instances[0]
-    for run in instances:
-        pairs = zip((*run.first, run.second), (*usual.first, usual.second))
-        if len(run.first) != len(usual.first) or any(_kind(one) != _kind(other) for one, other in pairs):
-            raise Refuse(DIFFERENT_WAYS, run.second.node)
-
-
 def _kind(contraction: Contraction) -> tuple[object, ...]:
+    """What runs have to have alike: which weights they read in the same place."""
     return contraction.base, contraction.bias is None, *_feature_sizes(contraction)
 
 
@@ -228,8 +204,8 @@ def _carries(node: Node, instances: Sequence[Instance], rows: Rows, replay: Repl
     """Whether the experts' rows become those of ``node`` when it is replaced and the routing is held."""
     given, recorded = [instance.first[0] for instance in instances], replay.value(node)
     noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(19), dtype=torch.float64, device="cpu")
-    replace = {n: replay.value(n) for n in descendants([node]) if is_tensor(n) and not is_float(n)}
-    values = replay.run(replace | {node: noise.to(recorded.device)}, [c.data for c in given])
+    held = {n: replay.value(n) for n in descendants([node]) if is_tensor(n) and not is_float(n)}
+    values = replay.run(held | {node: noise.to(recorded.device)}, [c.data for c in given])
     parts = [values[c.data].reshape(-1, feature_size(c.data)) for c in given]
     if [len(part) for part in parts] != [record_of(c.node).value.numel() // feature_size(c.node) for c in given]:
         return False
@@ -249,7 +225,7 @@ class _Reader:
         self._tokens, self.order, self._replay, self._weights = tokens, order, replay, weights
         self._matchers: dict[tuple[str, str, str], tuple[Stack, RowMatcher]] = {}
 
-    def read(self, column: Sequence[Contraction]) -> tuple[Stack, RowMatch] | None:
+    def read(self, column: Sequence[Contraction]) -> tuple[Stack, Rows] | None:
         """How products with like weights are read, and whose rows are whose; None if one is not explained."""
         first, parts = column[0], []
         for c in column:
@@ -284,7 +260,7 @@ def _read_rows(instances: Sequence[Instance], reader: _Reader) -> Rows | None:
         same = torch.equal(rows.token, other.token) and torch.equal(rows.expert, other.expert)
         if not same or not torch.allclose(rows.scale, other.scale, rtol=1e-6):
             return None
-    return Rows(*rows, tuple(stack for stack, _ in read), reader.order)
+    return replace(rows, readings=tuple(stack for stack, _ in read), order=reader.order)
 
 
 def token_sources(first: Node, width: int, captured: CapturedBlock, tags: Mapping[Node, Tag]) -> Iterator[Node]:
@@ -366,14 +342,14 @@ def _origins(
     two = [(_row(start, replay), _row(start, replay, 1)) for start in starts]
 
     def changed(bit: int, wanted: bool) -> list[torch.Tensor]:
-        replace = {**fixed}
+        numbered = {**fixed}
         for start, rows, (one, other) in zip(starts, given, two):
             numbers = torch.arange(len(rows), device=rows.device)
-            replace[start] = torch.where((((numbers >> bit) & 1) == wanted)[:, None], other, one)
-        return [(now - then).abs().amax(1) > _NEAR * then.abs().amax(1) for now, then in zip(run(replace), before)]
+            numbered[start] = torch.where((((numbers >> bit) & 1) == wanted)[:, None], other, one)
+        return [(now - then).abs().amax(1) > _NEAR * then.abs().amax(1) for now, then in zip(run(numbered), before)]
 
-    def run(replace: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
-        shaped = {node: rows.reshape(record_of(node).value.shape) for node, rows in replace.items()}
+    def run(given: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
+        shaped = {node: rows.reshape(record_of(node).value.shape) for node, rows in given.items()}
         answers = replay.run(shaped, ends)
         odd = next((end for end in ends if answers[end].shape != record_of(end).value.shape), None)
         if odd is not None:

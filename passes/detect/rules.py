@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import UNKNOWN, CapturedBlock, ModuleCall, StoredValue, record_of
@@ -226,5 +225,5 @@ def refuse_randomness(nodes: Iterable[Node]) -> None:
 
 def gives_plain(call: ModuleCall) -> bool:
     """Whether a call gives plain values, beside tensors and None."""
-    leaves: list[Any] = pytree.tree_leaves(call.output, is_leaf=lambda item: item is None)
+    leaves: list[Any] = tree_leaves(call.output, is_leaf=lambda item: item is None)
     return any(leaf is not None and not isinstance(leaf, Node) for leaf in leaves)

@@ -59,10 +59,10 @@ def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
     try:
         contractions = find_contractions(captured, tags)
         levels = max((c.level for c in contractions), default=0)
-        found = [_of_pairs(contractions, level, groups) for level in range(1, levels, 2)] if levels % 2 == 0 else []
+        pairs = range(1, levels, 2) if levels % 2 == 0 else ()
+        families = tuple(family for level in pairs for family in _of_pairs(contractions, level, groups))
     except Refuse:
         return Families()
-    families = tuple(family for pairs in found for family in pairs)
     if len(families) < 2:
         return Families()
     together = frozenset[str]().union(*families)

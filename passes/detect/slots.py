@@ -64,7 +64,8 @@ class Slots:
         taken = torch.zeros_like(ids, dtype=torch.bool)
         taken[pairs.token, self.slot] = True
         sentinel = (ids < 0) | (ids >= experts)
-        self._drop(~taken & ~sentinel)
+        self.dropped_token, self.dropped_slot = torch.nonzero(~taken & ~sentinel, as_tuple=True)
+        self.dropped_expert = ids[self.dropped_token, self.dropped_slot]
 
     def slot_of(self, pairs: Pairs) -> torch.Tensor:
         """The slot of every pair. Rows of a token that an expert is given several times are in the order of its slots."""
@@ -80,10 +81,6 @@ class Slots:
         """A factor of 1 for every pair."""
         return torch.ones(len(self.pairs.token), dtype=torch.float64, device=self.ids.device)
 
-    def _drop(self, dropped: torch.Tensor) -> None:
-        self.dropped_token, self.dropped_slot = torch.nonzero(dropped, as_tuple=True)
-        self.dropped_expert = self.ids[self.dropped_token, self.dropped_slot]
-
     @property
     def dropped(self) -> int:
         return len(self.dropped_token)
@@ -93,10 +90,9 @@ class Slots:
         that is not ``wanted``, none did."""
         given = torch.zeros(self.tokens, self.experts, dtype=torch.bool, device=self.ids.device)
         given[rows.token, rows.expert] = True
-        found = copy.copy(self)
-        dropped = torch.zeros_like(self.ids, dtype=torch.bool)
-        dropped[self.dropped_token, self.dropped_slot] = given[self.dropped_token, self.dropped_expert.long()] == wanted
-        found._drop(dropped)
+        found, counted = copy.copy(self), given[self.dropped_token, self.dropped_expert.long()] == wanted
+        found.dropped_token, found.dropped_slot = self.dropped_token[counted], self.dropped_slot[counted]
+        found.dropped_expert = self.dropped_expert[counted]
         return found
 
 
@@ -183,7 +179,7 @@ def find_capacity(pairs: Pairs, slots: Slots, end: Node, is_expert: Callable[[No
 def _sources_of(value: int, end: Node, is_expert: Callable[[Node], bool]) -> Iterator[Node | int]:
     """What the code cuts lists at, or compares places with, if it is ``value``; then other numbers that follow from sizes."""
     numbers = [n for n in end.graph.nodes if n.op.startswith("call") and _is_number(n, value) and not is_expert(n)]
-    of_sizes = [n for n in reversed(numbers) if not any(_counts(m) for m in ancestors([n]))]
+    of_sizes = [n for n in reversed(numbers) if not any(ops.finds(m) or ops.gives_numbers(m) for m in ancestors([n]))]
     yield from (n for n in of_sizes if any(_cuts(user) for user in n.users))
     if any(value in literals([n]) for n in end.graph.nodes if n.op.startswith("call") and _cuts(n)):
         yield value
@@ -200,10 +196,6 @@ def _cuts(node: Node) -> bool:
 def _is_number(node: Node, value: int) -> bool:
     found = record_of(node).value
     return isinstance(found, int) and not isinstance(found, bool) and found == value
-
-
-def _counts(node: Node) -> bool:
-    return ops.finds(node) or ops.gives_numbers(node)
 
 
 _bounds = ops.of("lt le gt ge clamp clamp_max minimum min max topk narrow")

@@ -100,10 +100,7 @@ class WeightTable:
     def vectors(self, base: str) -> torch.Tensor | None:
         """The base as (E, features), for a bias."""
         stored = self.stored(base)
-        if stored is None:
-            return None
-        value = stored[1]
-        if value.dim() < 2:
+        if stored is None or (value := stored[1]).dim() < 2:
             return None
         return value.flatten(1) if value.dim() == 2 or value.shape[1:].numel() == max(value.shape[1:]) else None
 

@@ -141,13 +141,9 @@ class FreeBody:
     @property
     def operations(self) -> tuple[str, ...]:
         """Names of what an expert computes, products as ``linear``."""
-        names = []
-        for node, role in self.steps.items():
-            if isinstance(role, Product):
-                names.append("linear")
-            elif isinstance(role, Copy) and operation(node) != "size":
-                names.append(operation(node))
-        return tuple(names)
+        names = {node: operation(node) for node, role in self.steps.items() if isinstance(role, (Product, Copy))}
+        steps = self.steps
+        return tuple("linear" if isinstance(steps[n], Product) else name for n, name in names.items() if name != "size")
 
     @property
     def dropouts(self) -> list[Node]:
@@ -302,8 +298,8 @@ class StepReader:
     def read(self, end: Column) -> dict[Node, Role]:
         """Roles of the nodes of one run, in recorded order."""
         self._visit(end)
-        order = {node: place for place, node in enumerate(self.graph.nodes)}
-        return {node: self.roles[node] for node in sorted(self.roles, key=order.__getitem__)}
+        self.roles = {node: self.roles[node] for node in self.graph.nodes if node in self.roles}
+        return self.roles
 
     def _visit(self, column: Column) -> None:
         node = column[self.run]
@@ -347,9 +343,7 @@ class StepReader:
 
     def _check_rows(self, column: Column) -> None:
         node = column[self.run]
-        if not is_tensor(node):
-            return
-        if not all(self._is_of(n, rows) for n, rows in zip(column, self.sizes)):
+        if is_tensor(node) and not all(self._is_of(n, rows) for n, rows in zip(column, self.sizes)):
             of_rows = any(n.op == "placeholder" for n in ancestors([node]))
             mixed = f"{operation(node)} inside the experts does not keep their rows apart"
             raise Refuse(mixed if of_rows else MIXED_WEIGHT, node)
@@ -447,12 +441,9 @@ class StepReader:
         return FromExpert()
 
     def _tensor(self, column: Column) -> Role:
-        source = self._token_rows(column)
-        if source is not None:
-            return TokenRows(source)
-        sources = self._row_factor(column)
-        if sources is not None:
-            return RowFactor(sources)
+        found = self._token_rows(column) or self._row_factor(column)
+        if found is not None:
+            return found
         node = column[self.run]
         same = len({self.twin[n] for n in column}) == 1  # a mask over features, say, that every run inverts anew
         if same and not all(self._is_of(node, rows) for rows in self.sizes):
@@ -464,7 +455,7 @@ class StepReader:
         self._check_rows(column)
         return self._copy(column)
 
-    def _token_rows(self, column: Column) -> Node | None:
+    def _token_rows(self, column: Column) -> TokenRows | None:
         if not is_float(column[0]) or record_of(column[0]).value.dim() <= self.lead:
             return None
         values = [self.replay.value(n).flatten(0, self.lead - 1) for n in column]
@@ -477,10 +468,10 @@ class StepReader:
                 continue
             same = torch.equal(whole.reshape(self.count, -1)[self.token], rows)
             if same and all(moved_from(node, source) for node in column):
-                return source
+                return TokenRows(source)
         return None
 
-    def _row_factor(self, column: Column) -> tuple[RoutingSource, ...] | None:
+    def _row_factor(self, column: Column) -> RowFactor | None:
         values = [self.replay.value(n) for n in column]
         if any(v.numel() != rows or not self._is_of(n, rows) for v, n, rows in zip(values, column, self.sizes)):
             return None
@@ -489,9 +480,8 @@ class StepReader:
         except Refuse:
             return None
         nodes = [node for source in sources for node in source.nodes]
-        if not nodes:
-            return sources if all(map(ops.makes, column)) else None
-        return sources if all(any(moved_from(member, node) for node in nodes) for member in column) else None
+        read = all(any(moved_from(n, node) for node in nodes) for n in column) if nodes else all(map(ops.makes, column))
+        return RowFactor(sources) if read else None
 
     def _other(self, column: Column) -> Role:
         """Sizes, and tuples of tensors."""

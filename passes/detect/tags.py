@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,9 @@ def _numbered(
         pattern: tuple(by_index[i] for i in sorted(by_index))
         for pattern, by_index in found.items()
         if len(by_index) >= fewest and min(by_index) in starts and max(by_index) - min(by_index) + 1 == len(by_index)
-        if _are_alike([parameters[name] for name in by_index.values()])
+        # of one shape, and not one parameter
+        if len({parameters[name].shape for name in by_index.values()}) == 1
+        if len({id(parameters[name]) for name in by_index.values()}) > 1
     }
     longest: dict[str, str] = {}  # of equally long ones the one of the outer number: two experts of two layers
     for pattern, names in sorted(complete.items(), key=lambda item: (-len(item[1]), item[0].index("{}"))):
@@ -114,11 +116,6 @@ def _named_siblings(parameters: Mapping[str, torch.Tensor], matrices: int, fewes
     if len(names) < fewest:
         return {}
     return {f"{prefix}{{}}.{rest}": tuple(f"{prefix}{name}.{rest}" for name in names) for rest in rests}
-
-
-def _are_alike(several: list[torch.Tensor]) -> bool:
-    """Whether they have one shape, and are not one parameter."""
-    return len({parameter.shape for parameter in several}) == 1 and len(set(map(id, several))) > 1
 
 
 def shared_by_some(parameters: Mapping[str, torch.Tensor]) -> str | None:
@@ -217,7 +214,11 @@ def _tag_node(
     if node.op == "placeholder" or operation(node) == "size":
         return Tag()
     if node.op == "get_attr":
-        return _tag_parameter(node, group_of, captured)
+        name = str(node.target)
+        if name in captured.constants or not is_float(node):  # integers are tables, such as of experts by token
+            return Tag()
+        base, *expert = group_of.get(name, (name,))
+        return Tag(frozenset(expert), weight=True, bases=frozenset({base}))
     inputs = node.all_input_nodes
     weights = [n for n in inputs if tags[n].weight]
     if node.target is operator.getitem and weights and node.args[0] is weights[0]:
@@ -228,8 +229,12 @@ def _tag_node(
     if by_expert and len(weights) < len([n for n in inputs if is_tensor(n)]):
         return Tag(frozenset({ALL}), weight=True, bases=tags[weights[0]].bases)
     if weights and all(tags[n].weight or not is_tensor(n) for n in inputs):
-        return _tag_weight_operation(node, weights, tags)
-    experts = _union(tags[n].experts for n in inputs)
+        experts = frozenset[int]().union(*(tags[n].experts for n in weights))
+        bases = frozenset[str]().union(*(tags[n].bases for n in weights))
+        if operation(node) == "stack" and len(bases) == 1 and len(experts) > 1:
+            experts = frozenset({ALL})  # a list of per-expert parameters stacked on the fly
+        return Tag(experts, weight=True, bases=bases)
+    experts = frozenset[int]().union(*(tags[n].experts for n in inputs))
     if ops.contracts(node) and any(not tags[n].experts and not tags[n].ordinary and is_stack(n) for n in weights):
         experts |= {ALL}
     return Tag(experts)
@@ -246,29 +251,16 @@ def _has_a_part_each(weight: Node, counts: set[int]) -> bool:
     return not any(ops.contracts(user) for read in (weight, *alike) for user in read.users)
 
 
-def _tag_parameter(node: Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
-    name = str(node.target)
-    if name in captured.constants or not is_float(node):  # integers are tables, such as of experts by token
-        return Tag()
-    if name in group_of:
-        pattern, expert = group_of[name]
-        return Tag(frozenset({expert}), weight=True, bases=frozenset({pattern}))
-    return Tag(weight=True, bases=frozenset({name}))
-
-
 def _tag_selection(node: Node, tags: Mapping[Node, Tag], counts: set[int]) -> Tag:
     """``weight[index]``: picks one expert, gathers experts by a tensor of ids, or takes several experts or a part of a matrix."""
     base, place = node.args[0], _index_of_experts(node)
     assert isinstance(base, Node)
     tag = tags[base]
-    if tag.experts:
-        return tag
-    if isinstance(place, bool) or (isinstance(place, torch.Tensor) and place.dtype == torch.bool):
+    is_mask = isinstance(place, bool) or (isinstance(place, torch.Tensor) and place.dtype == torch.bool)
+    if tag.experts or is_mask or not isinstance(place, (int, slice, torch.Tensor)):
         return tag
     if isinstance(place, torch.Tensor) and place.numel() != 1:
         return Tag(frozenset({ALL}), weight=True, bases=tag.bases)
-    if not isinstance(place, (int, slice, torch.Tensor)):
-        return tag
     picked = _experts_at(base, place if isinstance(place, slice) else int(place), counts)
     if len(picked) != 1 or (isinstance(place, slice) and record_of(base).value.shape[0] == 1):
         return tag
@@ -313,20 +305,8 @@ def _experts_in(node: Node, counts: set[int]) -> range:
 _cuts_experts = ops.of("chunk split split_with_sizes tensor_split unbind")
 
 
-def _tag_weight_operation(node: Node, weights: list[Node], tags: Mapping[Node, Tag]) -> Tag:
-    experts = _union(tags[n].experts for n in weights)
-    bases = frozenset().union(*(tags[n].bases for n in weights))
-    if operation(node) == "stack" and len(bases) == 1 and len(experts) > 1:
-        experts = frozenset({ALL})  # a list of per-expert parameters stacked on the fly
-    return Tag(experts, weight=True, bases=bases)
-
-
 def is_stack(node: Node) -> bool:
     """Whether it holds several matrices: not one alone, perhaps repeated for each sequence."""
     value = record_of(node).value
     several = node.op == "get_attr" or (is_tensor(node) and value.shape[:1] != (1,) and value.stride()[:1] != (0,))
     return is_tensor(node) and value.dim() >= 3 and several
-
-
-def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset().union(*sets)
