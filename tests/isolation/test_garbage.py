@@ -1,6 +1,6 @@
 """What an analysis leaves behind while a device is in use."""
 
-import weakref
+import gc
 
 import pytest
 import torch
@@ -8,16 +8,15 @@ import torch
 from hexa_fx.isolation.size import collected_after
 
 
-class Graph:
-    """Refers to itself, as graphs do."""
-
-    def __init__(self) -> None:
-        self.owner = self
-
-
 @pytest.mark.parametrize("in_use", [True, False])
-def test_garbage_is_collected_where_a_device_is_in_use(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_where_a_device_is_in_use(
+    in_use: bool, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
-    with collected_after():
-        left = weakref.ref(Graph())
-    assert (left() is None) == in_use
+    monkeypatch.setattr(gc, "isenabled", lambda: enabled)
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(True))
+    with pytest.raises(ZeroDivisionError), collected_after():
+        _ = 1 / 0
+    assert collected == [True] * (in_use and enabled)
