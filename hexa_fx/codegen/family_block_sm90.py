@@ -20,14 +20,16 @@ PART = 128
 SCALES = Args("P a_scale, w_scale, h_scale, act_scale, p_scale, q_scale; i p_scale_ld, q_scale_ld")
 """hexa::sm90::BlockParams, in its order: GroupedParams, scales, and two strides."""
 
-_TAKES = {"dtype": (DataType.e4m3,), "out": (*FLOATS[:3], DataType.u8, DataType.e4m3), "aligned": (True,)}
-_TAKES |= {
+_TAKES = {
+    "dtype": (DataType.e4m3,),
+    "out": (*FLOATS[:3], DataType.u8, DataType.e4m3),
+    "aligned": (True,),
     "bm": (TILE_M,),
     "bn": (TILE_N,),
     "bk": (TILE_K,),
     "layout": ("nk",),
-    "glu": ("none", "concat"),
-}  # gate before up
+    "glu": ("none", "concat"),  # gate before up
+}
 
 
 def block_shape(spec: KernelSpec) -> SimpleNamespace:

@@ -61,7 +61,7 @@ def gradients(
     each = zip(nodes, operands, wanted, strict=True)
     owners = [owner_of(node, operand) if need else None for node, operand, need in each]
     buffers = _of(owners)
-    taken = _direct(operands, owners, buffers) if plain and buffers else ()
+    taken = _direct(operands, buffers) if plain and buffers else ()
     if plain and not is_grad_enabled():
         taken = grad_sums.beside(taken, owners, operands, nodes)
     with _AutoDispatchBelowAutograd() if plain else nullcontext():  # else autograd refuses second derivatives
@@ -108,7 +108,7 @@ def zeros_for(weight: Listed, wanted: Sequence[bool]) -> Tensor | None:
     way to buffers; None if no tensor that wants a gradient has one of that type.
     """
     each = (t for t, need in zip(weight.tensors, wanted) if need and NAME in t.__dict__)
-    if not any(isinstance(buffer := _buffer_of(t), Tensor) and _fits(t, t, buffer) for t in each):
+    if not any(isinstance(buffer := _buffer_of(t), Tensor) and _fits(t, buffer) for t in each):
         return None
     return torch.zeros(weight.shape, dtype=accumulate_dtype(weight.dtype), device=weight.device)
 
@@ -137,9 +137,7 @@ class _Buffered(Gradients):
         self._own = {expert: buffer for expert, buffer in own.items() if isinstance(buffer, Tensor)}
         for expert, buffer in self._own.items():
             _check_shape(name, weight.tensors[expert], buffer)
-        direct = {
-            expert: b for expert, b in self._own.items() if _fits(weight.tensors[expert], weight.tensors[expert], b)
-        }
+        direct = {expert: b for expert, b in self._own.items() if _fits(weight.tensors[expert], b)}
         torch.autograd.graph.increment_version([*direct.values()])
         super().__init__(weight, wanted, [direct.get(e) for e in range(len(wanted))] if direct else ())
 
@@ -205,19 +203,19 @@ def _say_hooked() -> None:
     )
 
 
-def _direct(operands: Sequence[Tensor | None], owners: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
+def _direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
     """The buffers that the backward program adds to directly, of weights and biases."""
     found = [
-        buffer if 0 < i < len(OPERANDS) - 1 and _fits(operand, owner, buffer) else None
-        for i, (operand, owner, buffer) in enumerate(zip(operands, owners, buffers))
+        buffer if 0 < i < len(OPERANDS) - 1 and _fits(operand, buffer) else None
+        for i, (operand, buffer) in enumerate(zip(operands, buffers))
     ]
     taken = [buffer for buffer in found if buffer is not None]
     torch.autograd.graph.increment_version(taken)  # kernels write to memory behind autograd's back
     return tuple(found) if taken else ()
 
 
-def _fits(operand: Tensor | None, owner: Tensor | None, buffer: Tensor | None) -> bool:
-    if operand is None or owner is None or buffer is None:
+def _fits(operand: Tensor | None, buffer: Tensor | None) -> bool:
+    if operand is None or buffer is None:
         return False
     wide = accumulate_dtype(operand.dtype)
     if buffer.dtype != wide:

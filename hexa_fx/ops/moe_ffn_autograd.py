@@ -121,7 +121,8 @@ class LayerFunction(DirectFunction):
             o = o._replace(**_unwritten(biases))
         if listed and not plain:
             o = o._make(map(dense, o))
-        owned = _as_owned(o, listed, ctx.next_functions) if listed and plain else o
+        edges = ctx.next_functions  # made anew each time, of all tensors of lists
+        owned = _as_owned(o, listed, edges) if listed and plain else o
         name, names, needs = f"{layer.name}_backward", layer.record.differentiable, o.needs
         into = _into(owned, listed) if listed and plain and (layer.one_by_one or dy.is_cuda) else {}
         others = [need and name not in into for name, need in zip(names, needs)] if into else needs
@@ -133,7 +134,7 @@ class LayerFunction(DirectFunction):
                 buffers = tuple(into.get(name, buffer) for name, buffer in zip_longest(names[1:], buffers))
             return run(name, *o, *buffers) if layer.backward is None else layer.backward(*o, *buffers)  # type: ignore[no-any-return]
 
-        nodes = [ctx.next_functions[at][0] if at >= 0 else None for at in how.nodes]
+        nodes = [edges[at][0] if at >= 0 else None for at in how.nodes]
         found = main_grad.gradients(call, how.operands(o), nodes, others, plain)
         if not listed:
             return how.given((*found, None))  # type: ignore[no-any-return]
@@ -188,17 +189,17 @@ def _marks_of(o: Any, marks: Sequence[bool]) -> _Marks:
     return {name: (value.sizes, list(islice(left, len(value.tensors)))) for name, value in listed}
 
 
-def _as_owned(o: Any, listed: _Marks, nodes: Sequence[tuple[Any, int]]) -> Any:
+def _as_owned(o: Any, listed: _Marks, edges: Sequence[tuple[Any, int]]) -> Any:
     """The operands with lists of the parameters themselves, where what was saved is something else, as under checkpoints.
 
-    nodes: where autograd takes gradients; the last ones are of tensors of lists.
+    edges: to where autograd takes gradients; the last ones are of tensors of lists.
     """
-    found, at = {}, len(nodes) - sum(len(wanted) for _, wanted in listed.values())
+    found, at = {}, len(edges) - sum(len(wanted) for _, wanted in listed.values())
     for name, (_, wanted) in listed.items():
-        weight, each = getattr(o, name), [node for node, _ in nodes[at : at + len(wanted)]]
+        weight, each = getattr(o, name), edges[at : at + len(wanted)]
         at += len(wanted)
-        if weight.tensors and owner_of(each[0], weight.tensors[0]) is not weight.tensors[0]:
-            found[name] = weight.of([*map(owner_of, each, weight.tensors)])
+        if weight.tensors and owner_of(each[0][0], weight.tensors[0]) is not weight.tensors[0]:
+            found[name] = weight.of([owner_of(node, tensor) for (node, _), tensor in zip(each, weight.tensors)])
     return o._replace(**found)
 
 
