@@ -102,39 +102,51 @@ def chosen() -> TileOf:
     return fixed_tile if is_fixed() else chosen_tile
 
 
-def cuda_kernel(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
-    """Decorates the code of ``hexa::<name>`` on CUDA, of the operator's record, which plans on `Operand`.
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""The kernels of operators on CUDA, by name."""
 
-    It then takes the operator's arguments, and runs on tensors too. There it falls back to the generic implementation when there is
-    no compiler, when a kernel does not build, or when there is no kernel for the operands, and while a kernel is being built. The
-    reason is logged once per operator.
+
+def cuda_kernel(*names: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
+    """Decorates the code of ``hexa::<name>`` on CUDA, of the operator's record, which plans on `Operand`; of several operators,
+    that of each of their records.
+
+    It then takes the first operator's arguments, and runs on tensors too. There it falls back to the generic implementation when
+    there is no compiler, when a kernel does not build, or when there is no kernel for the operands, and while a kernel is being
+    built. The reason is logged once per operator.
     """
-    record = library.record_of(name)
 
     def decorate(function: Callable[[Any], R]) -> Callable[..., R]:
-        def plan(*args: Any) -> R:
-            return function(record(*args))
+        first, *_ = made = [_kernel(name, function) for name in names]
+        KERNELS.update(zip(names, made))
+        return first
 
-        @functools.wraps(function)
-        def kernel(*args: Any) -> R:
-            first, *_ = args
-            if isinstance(first, Operand):
-                return plan(*args)
-            if described_card() is not None:
-                return _run(name, plan, args)  # type: ignore[no-any-return]
-            if falls_back_for_good(name):
-                return library.kernel_for(name, "any")(*map(dense, args))  # type: ignore[no-any-return]
+    return decorate
+
+
+def _kernel(name: str, function: Callable[[Any], R]) -> Callable[..., R]:
+    record = library.record_of(name)
+
+    def plan(*args: Any) -> R:
+        return function(record(*args))
+
+    @functools.wraps(function)
+    def kernel(*args: Any) -> R:
+        first, *_ = args
+        if isinstance(first, Operand):
+            return plan(*args)
+        if described_card() is not None:
+            return _run(name, plan, args)  # type: ignore[no-any-return]
+        if not falls_back_for_good(name):
             try:
                 return _run(name, plan, args)  # type: ignore[no-any-return]
             except NotBuilt as error:
                 say_provisional(name, "torch's own operators", error)
             except KernelError as error:
                 record_fallback(name, error)
-            return library.kernel_for(name, "any")(*map(dense, args))  # type: ignore[no-any-return]
+        return library.kernel_for(name, "any")(*map(dense, args))  # type: ignore[no-any-return]
 
-        return kernel
-
-    return decorate
+    kernel.__name__ = name
+    return kernel
 
 
 def _run(name: Any, function: Callable[..., Any], args: Sequence[Any], given: Given = (None, None)) -> Any:

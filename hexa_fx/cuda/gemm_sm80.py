@@ -39,10 +39,9 @@ from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.table_variants import EsmmActLowRank, EsmmLowRank
 
+FAMILY = "gemm_sm80"
 ADDS_ALIGNED = False
 """Buffers that gradients are added to may lie anywhere."""
-ADDS_NARROW = False
-"""They have the accumulators' type."""
 
 
 def takes(o: Any) -> bool:
@@ -196,7 +195,7 @@ def _kernel(
         static: other fields of it.
     """
     planning, (rows, experts, inner, columns) = planning_of(x), sizes
-    family, math = "esfk_sm80" if op == "esfk" else "gemm_sm80", planning.math_of(x.dtype)
+    family, math = "esfk_sm80" if op == "esfk" else FAMILY, planning.math_of(x.dtype)
     spec = KernelSpec(family, op, planning.card.arch, DTYPES[x.dtype], **static)
     if math == "fast_f32":
         spec = replace(spec, math=MathOperation.multiply_add_fast_f32)

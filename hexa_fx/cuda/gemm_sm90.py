@@ -125,8 +125,6 @@ ONLY_OTHERS = ("tanh",)
 """Activations without an epilogue here."""
 ADDS_ALIGNED = True
 """Buffers that gradients are added to have rows of whole 16 bytes."""
-ADDS_NARROW = True
-"""They may have the operands' type."""
 
 
 class Sm90Tiles(Tiles):
