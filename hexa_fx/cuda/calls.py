@@ -6,7 +6,7 @@ Two calls are of a kind if their operands have the same types, shapes, strides a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -222,37 +222,3 @@ def _measured(name: Any, function: Callable[..., Any], args: Sequence[Any], key:
         lambda tile: _run(name, function, args, (key, tile_of(**tile))),
     )
     return best is not None
-
-
-def product(function: Callable[..., R]) -> Callable[..., R]:
-    """Decorates a family's code of a product, which plans on operands, so that it also runs on tensors, with any tile.
-
-    It takes a record of operands, such as those of `hexa_fx.ops.table`, whose first leaf is a tensor, on tensors a tile, and
-    what the result is added to.
-    """
-
-    @functools.wraps(function)
-    def run(o: Any, tile: AnyTile | None = None, into: Any = None) -> R:
-        def on(*leaves: Any) -> R:
-            each = iter(leaves)
-            record, target = _rebuilt(o, each), _rebuilt(into, each)
-            return function(record) if into is None else function(record, into=target)
-
-        leaves = _leaves(o)
-        if isinstance(leaves[0], Operand):
-            return function(o) if into is None else function(o, into=into)
-        return _run(function, on, [*leaves, *_leaves(into)], (None, tile))  # type: ignore[no-any-return]
-
-    return run
-
-
-def _leaves(value: Any) -> list[Any]:
-    """What is in a record, and in the records in it."""
-    return [leaf for one in value for leaf in _leaves(one)] if hasattr(value, "_fields") else [value]
-
-
-def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
-    """A record of the same kinds with other leaves."""
-    if not hasattr(value, "_fields"):
-        return next(leaves)
-    return type(value)(*[_rebuilt(one, leaves) for one in value])

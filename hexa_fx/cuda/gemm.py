@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hexa_fx.codegen.family import get_family
 from hexa_fx.cuda import gemm_sm80, gemm_sm90, low_rank_sm90
-from hexa_fx.cuda.calls import cuda_kernel, product
+from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
 from hexa_fx.cuda.planning import planning_of
@@ -56,14 +56,12 @@ def esmm(o: table.Esmm) -> Tensor:
     return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore
 
 
-@product
 def esmm_segment(o: table.Esmm, into: Segment) -> Tensor:
     """The same of some experts: ``offs`` is a part of those of all, and all rows are in ``x`` and ``v``."""
     o = _stored(o)
     return _launched(family_of(o), o, into=into)  # type: ignore[no-any-return]
 
 
-@product
 def fused_segment(o: table.Esmm | table.EsmmAct | table.EsmmActBackward, into: Segment) -> Tensor:
     """A product with a second one, an activation or its gradient, of some experts.
 

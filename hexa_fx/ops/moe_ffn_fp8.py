@@ -327,8 +327,7 @@ def backward(*args: Any) -> list[Tensor]:
     return moe_ffn_autograd.on_device("quantized_ffn_backward", general, *given, *buffers)  # type: ignore[no-any-return]
 
 
-_KEPT = ("xq", "xs", "h", "hs", "v", "inv", "offs")
-LAYER = Layer("moe_ffn_fp8", table.MoeFfnFp8Forward, table.MoeFfnFp8Backward, _KEPT, one_by_one=False)
+LAYER = Layer("moe_ffn_fp8", table.MoeFfnFp8Forward, table.MoeFfnFp8Backward, one_by_one=False)
 
 
 def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:

@@ -134,7 +134,7 @@ class Operand(NamedTuple):
 def _fits(o: Any, each: Operand, t: Any, known: dict[str, int]) -> bool:
     """Whether an operand has its sizes. known: by symbol, those that others have, which grow by its own."""
     form, terms = each.form, each.terms
-    found = (t.numel(),) if form.flat else t.shape
+    found: tuple[int, ...] = (t.numel(),) if form.flat else t.shape
     if len(found) != len(terms):
         return not terms
     if form.layout and getattr(o, form.layout) == "kn":
