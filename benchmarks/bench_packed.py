@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from common import captured, steady
 from kept_rows import keep, options_of
+from launching import on_tensors, prebuild
 from peer_products import humming
 from torch import Tensor
 
@@ -31,7 +32,6 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.codegen.family_packed import PackedTile, candidates
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import calls, choosing, packed
-from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.cuda.packed import PackedProduct, Streamed
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.jit import background
@@ -132,12 +132,12 @@ def up(layer: Layer, c: Call, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     s, (v, _, offs) = layer.shape, rows
     static: Any = (s.top_k, "nk", s.activation, s.glu, s.params, False)
     base = EsmmAct(c.x, layer.w1[0], layer.b1, None, None, v, offs, *static)
-    return packed.streamed_esmm_act(PackedProduct(base, layer.w1[1], None, s.format))[1]
+    return on_tensors(packed).streamed_esmm_act(PackedProduct(base, layer.w1[1], None, s.format))[1]
 
 
 def down(layer: Layer, a: Tensor, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     base = Esmm(a, layer.w2[0], layer.b2, None, rows[2], 1, "nk").plain
-    return packed.streamed_esmm(PackedProduct(base, layer.w2[1], None, layer.shape.format))
+    return on_tensors(packed).streamed_esmm(PackedProduct(base, layer.w2[1], None, layer.shape.format))
 
 
 def run_packed(layer: Layer, c: Call) -> Tensor:

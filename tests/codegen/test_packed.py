@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.launching import on_tensors
 from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, choose_tile
 from hexa_fx.cuda import calls, packed
 from hexa_fx.cuda import choosing as cuda_choosing
@@ -101,10 +102,12 @@ def check_products(f, dtype, k, n, tile):
         x, rows = torch.randn(len(IDS[kind]), k, dtype=dtype), torch.randn(r.n, k, dtype=dtype)
         product = PackedProduct(Esmm(x, w[0], bias, r.v, r.offs, r.top_k, "nk").plain, w[1], None, f)
         assert not unsupported(product)
-        error = row_error(packed.streamed_esmm(product, tile), reference_esmm(x, dense, bias, r.v, r, "nk"))
+        error = row_error(on_tensors(packed).streamed_esmm(product, tile), reference_esmm(x, dense, bias, r.v, r, "nk"))
         assert error < (ON_SUMS if tile is None else TOLERANCE)[dtype], kind
         product = PackedProduct(Esmm(rows, w[0], bias, None, r.offs, 1, "nk").plain, w[1], None, f)
-        error = row_error(packed.streamed_esmm(product, tile), reference_esmm(rows, dense, bias, None, r, "nk"))
+        error = row_error(
+            on_tensors(packed).streamed_esmm(product, tile), reference_esmm(rows, dense, bias, None, r, "nk")
+        )
         assert error < TOLERANCE[dtype], kind
 
 
@@ -132,7 +135,7 @@ def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noq
         base = EsmmAct(x, w1[0], b1, w3 and w3[0], b3, *static)
         exact, scales = base._replace(w1=dense, w3=dense3), (w1[1], w3 and w3[1], f)
         check_esmm_act(
-            lambda o, *of: packed.streamed_esmm_act(PackedProduct(o, *of)),
+            lambda o, *of: on_tensors(packed).streamed_esmm_act(PackedProduct(o, *of)),
             base,
             r,
             *scales,
