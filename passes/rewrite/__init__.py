@@ -24,7 +24,8 @@ from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.kept_calls import (
     KeptNodes,
-    conditions_of_opened,
+    decided_again,
+    decisions_of,
     keep,
     kept_routers,
     left_by_opened,
@@ -115,6 +116,8 @@ class _Rewriter:
     unwritten: dict[Node, Node] = field(default_factory=dict)
     """Copies of what regions read and the code writes to before it has added up their results."""
     called: dict[Node, ModuleCall] = field(default_factory=dict)
+    conditions: list[Condition] = field(default_factory=list)
+    """Under which the recorded graph looks like this."""
     opened: tuple[StoredValue, ...] = ()
     """What submodules keep that the new graph does not call, as their choices would be drawn twice."""
     elsewhere: frozenset[str] = frozenset()
@@ -122,16 +125,18 @@ class _Rewriter:
 
     def run(self) -> RewrittenBlock:
         captured = self.match.captured
-        regions = self._regions()
-        kept = keep(captured, self._roots(), [*regions])
+        outputs = [match.output for match in self.match.regions]
+        kept = keep(captured, self._roots(), outputs)
         called = {call.path for call in kept.calls.values() if call.function is None}
         self.opened = left_by_opened(captured, called, self._stored())
-        kept = keep(captured, self._roots(), [*regions]) if self.opened else kept
-        while conditions := conditions_of_opened(self.match, kept):
-            self.match = replace(self.match, conditions=(*self.match.conditions, *conditions))
-            kept = keep(captured, self._roots(), [*regions])
+        kept = keep(captured, self._roots(), outputs) if self.opened else kept
+        decisions = decisions_of(self.match)
+        while (conditions := decisions.conditions(decided_again(self.match, kept))) != self.conditions:
+            self.conditions = conditions  # to ask which, calls may have to be opened, of which more is asked
+            kept = keep(captured, self._roots(), outputs)
         cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
-        self.match = replace(self.match, conditions=(*self.match.conditions, *cut))
+        self.conditions = [*self.conditions, *cut]
+        regions = self._regions()
         for name, given in captured.arguments:
             placeholder = self.graph.placeholder(name.lstrip("*"))
             if isinstance(given, Node):
@@ -173,7 +178,8 @@ class _Rewriter:
         return RewrittenBlock(*given_for, *of_python, dtypes=captured.dtypes)
 
     def _early_conditions(self) -> dict[Node, Condition]:
-        return {condition.node: condition for match in self.match.regions for condition in match.early_conditions}
+        """Those that are known before the experts run."""
+        return {condition.node: condition for condition in self.conditions if not condition.of_outputs}
 
     def _asked_first(self, kept: KeptNodes) -> set[Node]:
         """Conditions on what is there before anything is drawn, written or called, which are checked first."""
@@ -207,10 +213,11 @@ class _Rewriter:
     def _regions(self) -> dict[Node, RegionEmitter]:
         """By output."""
         found = {}
+        late = next((condition for condition in self.conditions if condition.of_outputs), None)
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
             outside = ChainMap(self.unwritten, self.new)
-            found[match.output] = RegionEmitter(match, self.graph, outside, weights, self.recompute_h)
+            found[match.output] = RegionEmitter(match, self.graph, outside, weights, self.recompute_h, late)
         return found
 
     def _stored(self) -> list[StoredValue]:
@@ -232,7 +239,8 @@ class _Rewriter:
     def _roots(self) -> list[Node]:
         found: list[Node] = []
         torch.fx.map_arg([item.value for item in self._stored()], found.append)
-        return found + [node for match in self.match.regions for node in _roots_of(match)]
+        found += [node for match in self.match.regions for node in _roots_of(match)]
+        return [*found, *self._early_conditions()]
 
     def _drop_unused(self) -> None:
         """Drops sizes and results that only the removed code read."""
@@ -334,11 +342,11 @@ def _given_as(node: Node) -> Node:
 
 
 def _roots_of(match: MoEMatch) -> list[Node]:
-    """What the region and its conditions are computed from, and what its result is written to."""
+    """What the region is computed from, and what its result is written to."""
     written = [written_from(match.output)] if writes_outside(match.output) else []
     sizes: list[Node] = []
     torch.fx.map_arg(leading_sizes(match.output), sizes.append)
-    return [*_read_by(match), *written, *sizes, *(condition.node for condition in match.early_conditions)]
+    return [*_read_by(match), *written, *sizes]
 
 
 def _read_by(match: MoEMatch) -> list[Node]:
