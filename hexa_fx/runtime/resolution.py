@@ -8,12 +8,11 @@ A function that says no only says that something may differ. What differs, and w
 from __future__ import annotations
 
 import keyword
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from types import CodeType, FrameType, FunctionType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +29,7 @@ from hexa_fx.isolation.lookup import (
     place,
 )
 from hexa_fx.isolation.module_tree import class_of, has_parametrizations, inside, named_modules, rebuilds
-from hexa_fx.isolation.plain_experts import EXPERTS_SET
+from hexa_fx.isolation.plain_experts import EXPERTS_SET, SAME
 from hexa_fx.isolation.purity import is_of_users
 from hexa_fx.isolation.read_values import Code, IsA, Keys, Names, alike
 from hexa_fx.isolation.shadow import InPlace
@@ -46,24 +45,6 @@ from hexa_fx.runtime.guards import (
     equal,
     is_plain,
 )
-
-_MODULE = "transformers.generation.utils"
-
-
-def is_switch_of_generate(key: object, before: object, now: object) -> bool:
-    """Whether `generate` runs, and put ``now`` in place of ``before`` under the attribute ``key``."""
-    return key in EXPERTS_SET and (before, now) == ("grouped_mm", "batched_mm") and generates()
-
-
-def generates() -> bool:
-    """Whether transformers' `generate` is on the stack."""
-    frame: FrameType | None = sys._getframe(1) if _MODULE in sys.modules else None
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _MODULE:
-            return True
-        frame = frame.f_back
-    return False
-
 
 _COPIES = (list, set, dict, deque, bytearray)
 
@@ -81,7 +62,7 @@ _OF_CLASS, _OF_LENGTH, _OF_DTYPE = "type({}) is {}", "len({}) == {}", "{}[{}].dt
 _OF_NAMES = "len({}.__dict__) == {}"
 _IS_A = "isinstance({}[{}], {})"
 _EQUAL = "equal({}, {})"
-_LOOKED_UP, _ALIKE = "lookup({}, {}) is {}", "alike(lookup({}, {}), {})"
+_LOOKED_UP, _ALIKE, _ONE_OF = "lookup({}, {}) is {}", "alike(lookup({}, {}), {})", "{}[{}] in {}"
 
 
 Check: TypeAlias = tuple[Any, ...]
@@ -122,7 +103,6 @@ class Resolution:
     ) -> None:
         self._checks: dict[tuple[Any, ...], Check] = {}  # by text and ids
         self._check(_OF_CLASS, block, type(block))
-        self.switched = False  # by `generate`, while it decodes
         self._bases, self._packed, self._other_names = bases, packed, other_names
         self._modules = {name: self._seen_through(m) for name, m in named_modules(block, every=True)}
         self._holders: dict[tuple[str, tuple[Any, ...]], Any] = {}
@@ -178,10 +158,11 @@ class Resolution:
             found = Place(getattr(type(holder), key), found.dicts, type(holder))
         value = self._seen_through(found.value)
         self._seen[id(holder), key] = value
+        if key in EXPERTS_SET and found.dicts and {str(value), str(read.value)} <= SAME:
+            self._check(_ONE_OF, found.dicts[0][0], key, SAME)
+            return
         if not _is_like(value, read.value):
-            if not is_switch_of_generate(key, read.value, value):
-                raise _miss(read, value)
-            self.switched = True
+            raise _miss(read, value)
         through = (read.root, read.steps) in self._through
         path = inside(read.root, key)
         if isinstance(found.value, torch.Tensor) and not through and path not in self._other_names:
