@@ -16,7 +16,7 @@ from hexa_fx.contexts import attributes_set
 from hexa_fx.errors import InputError
 from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, is_object
-from hexa_fx.isolation.module_tree import is_unit_of_fsdp, named_modules
+from hexa_fx.isolation.module_tree import is_unit_of_fsdp, modules_of, named_modules
 from hexa_fx.isolation.shadow import rebound
 
 Copied = TypeVar("Copied")
@@ -44,12 +44,17 @@ def copied(value: Any) -> Any:
 
 def deepcopied(value: Copied, memo: dict[int, Any]) -> Copied:
     """As `copy.deepcopy`, which raises an error at tensors that autograd computed, such as a loss that the last forward left on
-    its module: the copy shares them. So it does functions that torch.jit compiled, as `copy` shares other functions.
+    its module: the copy shares them. So it does functions that torch.jit compiled, as `copy` shares other functions; those that
+    modules hold, as in place of a forward, close over what is copied.
     """
     with _SharedResults(), attributes_set(torch.jit.ScriptFunction, __deepcopy__=lambda self, memo: self):
         if isinstance(value, nn.Module):
             _copy_modules(value, memo)
-        return copy.deepcopy(value, memo)
+        made = copy.deepcopy(value, memo)
+    for own in map(vars, modules_of(made) if isinstance(made, nn.Module) and made is not value else ()):
+        held = [(name, value) for name, value in own.items() if type(value) is types.FunctionType]
+        own.update((name, rebound(value, memo)) for name, value in held)
+    return made
 
 
 def _copy_modules(root: nn.Module, memo: dict[int, Any]) -> None:
@@ -135,22 +140,12 @@ def sharing_copy(model: Model) -> Model:
             kept = (value for name, value in vars(module).items() if name not in MODULE_STATE)
             shared |= {id(value): value for value in kept if is_object(value)}
     try:
-        return _with_own_functions(model, deepcopied(model, dict(shared)))
+        return deepcopied(model, dict(shared))
     except Exception as error:  # whatever an object raises that cannot be copied
         log.info("copying the model: %s; what cannot be copied is shared", error)
     held = [value for module in model.modules() for value in vars(module).values()]
     shared |= {id(value): value for value in held if not isinstance(value, nn.Module) and copied(value) is value}
     try:
-        return _with_own_functions(model, deepcopied(model, shared))
+        return deepcopied(model, shared)
     except Exception as error:
         raise InputError(f"the model cannot be copied ({error}); hexa_fx.optimize_ rewrites it in place") from error
-
-
-def _with_own_functions(model: Model, made: Model) -> Model:
-    """A copy in which functions that modules hold, as in place of a forward, close over its own modules: `copy` shares them."""
-    twins = dict(named_modules(made))
-    copies: dict[int, Any] = {id(module): twins[path] for path, module in named_modules(model) if path in twins}
-    for twin in twins.values():
-        held = [(name, value) for name, value in vars(twin).items() if type(value) is types.FunctionType]
-        vars(twin).update((name, rebound(value, copies)) for name, value in held)
-    return made

@@ -21,8 +21,8 @@ EXPERTS_SET = frozenset({_KEPT, "_experts_implementation"})
 """Attributes of configurations under which transformers keeps and reads which implementation is set."""
 
 SAME = frozenset({"grouped_mm", "batched_mm"})
-"""Implementations of transformers' own that do what the class does, so that one may be set for the other, as `generate` does while it
-decodes. Others, which users register, may do something else."""
+"""Implementations of transformers' own that do what the class does, so that one may be set for the other, as `generate` does while
+it decodes. Others, which users register, may do something else."""
 
 
 @contextmanager
