@@ -61,8 +61,8 @@ def unpacked(module: nn.Module) -> Iterator[int]:
 
 @contextmanager
 def collected_after(model: nn.Module) -> Iterator[None]:
-    """A context after which what an analysis of a model leaves is collected at once where a device is in use, or weights are packed:
-    recorded graphs refer to themselves. Garbage would hold memory, a block's numbers among it, and what autograd keeps of a
+    """A context after which what an analysis of a model leaves is collected at once where a device is in use, or weights are
+    packed: recorded graphs refer to themselves. Garbage would hold memory, a block's numbers among it, and what autograd keeps of a
     parameter, which remembers the stream that it first ran on: a step of the model could not be recorded as a CUDA graph.
     """
     try:
