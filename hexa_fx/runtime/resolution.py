@@ -35,6 +35,7 @@ from hexa_fx.isolation.read_values import Code, IsA, Keys, Names, alike
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.guards import (
     AGAIN,
+    ASKED_OF_INPUTS,
     ON_A_STACK,
     ArgumentNames,
     Form,
@@ -403,17 +404,15 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
         simple = f" or (type({x}) is type({constant}) and {x} == {constant})" * (type(guard.value) in _SIMPLE)
         return [f"({x} is {constant}{simple})"]
     clauses = [f"(type({x}) is Tensor or is_plain({x}))"]
-    if guard.dtype is not None and guard.exact_dtype:
-        clauses.append(f"{x}.dtype is {names.of(guard.dtype)}")
-    elif guard.dtype is not None:
-        alike = frozenset(dtype for dtype in _DTYPES if dtype_class(dtype) == dtype_class(guard.dtype))
-        clauses.append(f"{x}.dtype in {names.of(alike)}")
-    on = f"{x}.is_{guard.device}" if guard.device in ("cpu", "cuda") else f"{x}.device.type == {guard.device!r}"
-    clauses += [on] if guard.device is not None else []
-    clauses += [f"{x}.is_contiguous() is {guard.contiguous}"] if guard.contiguous is not None else []
-    clauses += [f"{x}.requires_grad is {guard.requires_grad}"] if guard.requires_grad is not None else []
-    clauses += [f"{x}.ndim == {guard.ndim}"] if guard.ndim is not None else []
-    clauses += [f"{x}.shape[-1] == {guard.last}"] if guard.last is not None else []
+    for name, (code, _) in ASKED_OF_INPUTS.items():
+        wanted = getattr(guard, name)
+        if name == "dtype" and wanted is not None and not guard.exact_dtype:
+            alike = frozenset(dtype for dtype in _DTYPES if dtype_class(dtype) == dtype_class(wanted))
+            clauses.append(f"{x}.dtype in {names.of(alike)}")
+        elif name == "device" and wanted in ("cpu", "cuda"):  # in a quarter of the time
+            clauses.append(f"{x}.is_{wanted}")
+        elif wanted is not None:
+            clauses.append(f"{x}{code.removeprefix('x')} == {names.of(wanted)}")
     return clauses + ([f"{x}.numel() != 0"] if guard.filled else [])
 
 
