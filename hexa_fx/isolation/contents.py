@@ -156,7 +156,7 @@ def taken(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def _by_name(holder: Any) -> Mapping[Any, Any] | None:
     """What `contents` lists of a plain or ordered dict, a class, or an object without slots."""
-    if type(holder) in (dict, OrderedDict):
+    if type(holder) is dict or type(holder) is OrderedDict:
         return holder
     if isinstance(holder, type):
         return vars(holder) if "__slotnames__" not in vars(holder) else None
