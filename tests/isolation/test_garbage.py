@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from hexa_fx.isolation.size import collected_after
+from hexa_fx.sources.packed_parameters import collected_after
 
 
 @pytest.mark.parametrize("in_use", [True, False])
@@ -17,6 +17,6 @@ def test_garbage_is_collected_where_a_device_is_in_use(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     monkeypatch.setattr(gc, "isenabled", lambda: enabled)
     monkeypatch.setattr(gc, "collect", lambda: collected.append(True))
-    with pytest.raises(ZeroDivisionError), collected_after():
+    with pytest.raises(ZeroDivisionError), collected_after(torch.nn.Linear(1, 1)):
         _ = 1 / 0
     assert collected == [True] * (in_use and enabled)
