@@ -505,4 +505,4 @@ def test_a_tensor_that_lies_elsewhere_too_is_refused() -> None:
 def test_texts_of_numbers_that_are_kept_are_refused_at_their_line() -> None:
     (report,) = hexa_fx.explain(Keeps().double(), _x(9)).blocks
     assert "takes a host decision (if, while, item()) on the data" in report.reason
-    assert "test_first_calls.py" in str(report.location)
+    assert "test_collected.py" in str(report.location)
