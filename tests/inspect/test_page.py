@@ -165,7 +165,7 @@ def test_fit_shows_all_of_a_graph_and_nothing_is_cut_off(page, tmp_path, size):
 
 @needs_chromium
 def test_blocks_that_are_left_are_named_and_nothing_is_wider_than_a_telephone(tmp_path):
-    (refused,) = (variant for variant in VARIANTS if variant.name == "refuse_reversed")
+    (refused,) = (variant for variant in VARIANTS if variant.name == "refuse_rolled")
     (x,), _ = refused.inputs(2, 7, torch.float32, 0)
     both = nn.Sequential(refused.make(0), nn.Linear(x.shape[-1], INPUT.shape[-1]), Model())
     place = hexa_fx.optimize(both, x).graphs.to_html(tmp_path / "left.html")
@@ -175,7 +175,7 @@ def test_blocks_that_are_left_are_named_and_nothing_is_wider_than_a_telephone(tm
     width, said = browser.evaluate(place, script, tmp_path, (390, 844))
     assert width == 390
     assert "1 block left as it is" in said
-    assert "flip inside the experts mixes rows of different tokens" in said
+    assert "roll inside the experts mixes rows of different tokens" in said
 
 
 @needs_chromium
