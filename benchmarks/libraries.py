@@ -28,7 +28,7 @@ import hexa_fx
 from benchmarks import library_blocks_parallel, library_blocks_single  # noqa: F401, add to BLOCKS
 from benchmarks.library_registry import BLOCKS, LibraryBlock, stand_ins
 from tests.zoo.compare import compare, perturb
-from tests.zoo.ran import own_code_runs
+from tests.zoo.agree import own_code_runs
 
 PREAMBLE = """# MoE blocks of libraries
 

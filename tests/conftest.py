@@ -27,7 +27,7 @@ _LONG = tuple(
     detect/test_collected.py::test_compiled
     detect/test_constants.py::test_plain_numbers_pass_no distributed/test_batch_dependence.py
     distributed/test_checkpoint.py distributed/test_compile.py distributed/test_counted.py distributed/test_elastic.py
-    distributed/test_failures.py distributed/test_lockstep.py::test_a_step_that
+    distributed/test_other_kinds.py::test_a_step_that
     distributed/test_mesh.py::test_a_checkpoint formats/test_formats.py::test_mxfp4_as_trans
     inspect/test_cli.py::test_a_plan_says inspect/test_watching.py::test_torch_logs
     integrations/test_transformers.py::test_generate_and_compile integrations/test_linear4bit.py::test_a_compiler
