@@ -214,6 +214,12 @@ class Heads(nn.Module):
         return x + Combined.forward(self.experts, x)
 
 
+def test_a_product_that_adds_up_over_flattened_experts_is_refused() -> None:
+    block = Combined(lambda m, h, x: h.flatten(-2) @ m.down.flatten(0, 1)).double()
+    (report,) = hexa_fx.explain(block, torch.randn(2, 7, D, dtype=torch.float64)).blocks
+    assert "each expert has a single matrix product, or several side by side" in report.reason
+
+
 def test_heads_of_an_attention_stay_one_product() -> None:
     from hexa_fx.capture import capture
     from hexa_fx.passes.canonicalize import canonicalize_block
