@@ -143,10 +143,10 @@ AROUND = {
 }
 
 
-def _optimized(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+def _optimized(kind: type[nn.Module], dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    block = kind().double()
-    return block, hexa_fx.optimize(block, tokens(2, 7))
+    block = kind().to(dtype)
+    return block, hexa_fx.optimize(block, tokens(2, 7).to(dtype), hexa_fx.HexaConfig(own_code_when_small=False))
 
 
 @pytest.mark.parametrize("kind", AROUND.values(), ids=AROUND)
