@@ -1,6 +1,7 @@
 """Routing that a block is given: ids among which one names no expert, and zeros and ones, at most one a slot."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hexa_fx
+from tests.zoo.common import looped
 from tests.zoo.compare import compare, operators_run
 
 D, E, K, T = 8, 4, 2, 10
@@ -16,11 +18,7 @@ Form = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def compared(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros_like(x)
-    for number in range(E):
-        token, slot = torch.where(ids == number)
-        out.index_add_(0, token, m.expert(number, x[token]) * weights[token, slot, None])
-    return out
+    return looped(x, weights, ids, (partial(m.expert, number) for number in range(E)))
 
 
 def one_hot(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import hexa_fx
 from hexa_fx.passes.detect.explain import odd_expert
 from tests.detect.test_what_strangers_write import Mixture
 from tests.zoo.agree import rewritten, tokens
-from tests.zoo.common import MLP
+from tests.zoo.common import MLP, looped
 from tests.zoo.variant import D, E, I
 
 Experts = Mapping[str, nn.Module]
@@ -27,12 +27,7 @@ class Named(Mixture):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
-        weights, index = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.each()):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
+        return looped(flat, *self.gate(flat), self.each()).view(x.shape)
 
     def each(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         yield from (module for name, module in self.named_children() if name != "gate")

@@ -24,13 +24,17 @@ class Shared(nn.Module):
         self.up, self.down = nn.Linear(D, I), nn.Linear(I, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        out = self.chosen(x, self.router(x))
+        return out + self.down(self.act(self.up(x))) if self.beside else out
+
+    def chosen(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        weights, ids = scores.softmax(-1).topk(K, -1)
         out = torch.zeros_like(x)
         for number in range(E):
             token, slot = torch.where(ids == number)
             hidden = self.act(self.ups[number](x[token]))
             out.index_add_(0, token, self.downs[number](hidden) * weights[token, slot, None])
-        return out + self.down(self.act(self.up(x))) if self.beside else out
+        return out
 
 
 class SharedStacks(Shared):
@@ -126,13 +130,7 @@ class WithLoss(Shared):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.router(x)
         loss = self.balanced(scores)
-        weights, ids = getattr(self.balanced, "last", scores).softmax(-1).topk(K, -1)
-        out = torch.zeros_like(x)
-        for number in range(E):
-            token, slot = torch.where(ids == number)
-            hidden = self.act(self.ups[number](x[token]))
-            out.index_add_(0, token, self.downs[number](hidden) * weights[token, slot, None])
-        return out, loss
+        return self.chosen(x, getattr(self.balanced, "last", scores)), loss
 
 
 @pytest.mark.parametrize("kind", [Balanced, BalancedCopy])
