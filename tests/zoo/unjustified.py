@@ -287,7 +287,7 @@ class Windows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         windows = x.reshape(-1, 7, D)
         weights, index = self.gate(windows).softmax(-1).topk(K)
-        gates = torch.zeros(*windows.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights)
+        gates = torch.zeros(*windows.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights).view(-1, 7, E)
         hidden = F.gelu(torch.einsum("gsd,edi->gsei", windows, self.up))
         y = torch.einsum("gsei,eid,gse->gsd", hidden, self.down, gates)
         return y.cumsum(1).reshape(x.shape)
