@@ -99,6 +99,23 @@ def test_images_are_tried_in_other_numbers_where_their_size_is_fixed() -> None:
     assert "batch 1 alone: output 0" in report.reason
 
 
+class InSevens(Sentences):
+    """Cuts windows of seven tokens, within which it adds up; no size of a tensor tells them from sentences of seven."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.reshape(-1, 7, D)
+        weights, ids = self.router(windows).softmax(-1).topk(K)
+        gates = torch.zeros(*windows.shape[:-1], E, dtype=x.dtype).scatter(-1, ids, weights)
+        dense = torch.stack([expert(windows) for expert in self.experts], -1)
+        return torch.einsum("wtde,wte->wtd", dense, gates).cumsum(1).reshape(x.shape)
+
+
+def test_windows_as_long_as_the_example_are_no_sentences() -> None:
+    block, x = InSevens(ASKS["equal"]).double(), torch.randn(2, 7, D, dtype=torch.float64)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert compare(block, opt, (torch.randn(1, 14, D, dtype=torch.float64),)).within(1e-10), opt.report
+
+
 @pytest.mark.parametrize(
     ("shapes", "size", "expected"),
     [
