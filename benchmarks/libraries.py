@@ -27,8 +27,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import hexa_fx
 from benchmarks import library_blocks_parallel, library_blocks_single  # noqa: F401, add to BLOCKS
 from benchmarks.library_registry import BLOCKS, LibraryBlock, stand_ins
+from tests.zoo.agree import own_code_runs
 from tests.zoo.compare import compare, perturb
-from tests.zoo.ran import own_code_runs
 
 PREAMBLE = """# MoE blocks of libraries
 

@@ -25,7 +25,7 @@ SAYS = {
     "trainer_on_a_mesh": "as of one process",
 }
 OF_SEVERAL = ("unequal_devices", "all_to_all_experts", "trainer_on_a_mesh")
-"""Run by tests/distributed/test_examples.py."""
+"""Run by tests/distributed/test_functions.py."""
 
 
 def test_all_are_tested_and_listed() -> None:

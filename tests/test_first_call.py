@@ -15,6 +15,7 @@ import hexa_fx
 from hexa_fx import optimizing
 from hexa_fx.first_call import waiting_of
 from hexa_fx.passes.preconditions import PARTITIONED
+from tests.zoo.common import looped
 from tests.zoo.loops import WherePlusAssign as Block
 from tests.zoo.variant import D
 
@@ -232,11 +233,8 @@ class Runner:
         self.experts, self.last = experts, None
 
     def run(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        out, self.last = torch.zeros_like(x), index
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        self.last = index
+        return looped(x, weights, index, self.experts)
 
 
 class RunByAnObject(nn.Module):

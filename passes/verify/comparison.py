@@ -178,12 +178,15 @@ class Comparison:
         return given.detach().to(self.subject.dtype if given.is_floating_point() else given.dtype, copy=True)
 
     def _at_other_sizes(self, large: bool) -> Iterator[VerificationCase]:
-        """At the sizes of the settings; where the original takes no other sequences or batches, each on its own."""
+        """At the sizes of the settings; where the original takes no other sequences or batches, each on its own, and sequences twice
+        as long: the example's may be as long as windows that its code cuts.
+        """
         dtype, alone = self.subject.dtype, dict[tuple[int | None, int | None], None]()
         for number, (batch, sequence) in enumerate(self.settings.sizes):
             make = partial(self.inputs.at, batch, sequence, dtype)
             case = self._made(size(batch, sequence), make, gradients=number == 0 and not large)
-            alone |= {(batch, None): None, (None, sequence): None} if case.raised else {}
+            others = (batch, None), (None, sequence), (None, 2 * self.inputs.sizes.sequence)
+            alone |= dict.fromkeys(others) if case.raised else {}
             yield case
         for batch_or_none, sequence_or_none in alone:
             name = f"batch {batch_or_none}" if sequence_or_none is None else f"sequence {sequence_or_none}"

@@ -20,10 +20,10 @@ E, D, H = 4, 64, 128
 
 
 class Gated(nn.Module):
-    def __init__(self, hidden=H):
+    def __init__(self, dim=D, hidden=H):
         super().__init__()
-        self.gate, self.up = nn.Linear(D, hidden, bias=False), nn.Linear(D, hidden, bias=False)
-        self.down = nn.Linear(hidden, D)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))

@@ -1,4 +1,4 @@
-"""benchmarks/bench_partition.py stays runnable where there is no GPU: tiny sizes, Gloo, and a launch that fails on the way."""
+"""benchmarks/bench_partition.py stays runnable where there is no GPU: tiny sizes, Gloo, a launch that fails, shares of traces."""
 
 import json
 import os
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import partition_trace as trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,3 +201,35 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     assert "mixtral, 8, ep: out of memory" in setup
     page = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in docs.SECTIONS)
     assert docs.fill(docs.fill(page, tmp_path), tmp_path) == docs.fill(page, tmp_path)
+
+
+def kernel(name: str, start: float, end: float) -> dict[str, object]:
+    return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
+
+
+def test_shares_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    events = [
+        kernel(gather, 0, 1000),  # before anything runs
+        kernel("gemm", 1000, 3000),
+        kernel("gemm", 2500, 4000),  # beside the one before: counted once
+        kernel(gather, 2000, 3000),
+        kernel(gather, 3000, 6000),
+        kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", 4000, 4500),
+    ]
+    ran = []
+    monkeypatch.setattr(trace, "_traced", lambda run, align, kinds: run() and events)
+    found = trace.hidden_shares(lambda: ran.append(1), lambda: None, 2, layer_ms=1.5)
+    assert len(ran) == 2
+    assert found["compute_ms"] == 1.5
+    assert found["span_ms"] == 3.0
+    assert found["AllGather"] == {
+        "kernels": 3,
+        "ms": 5.0,
+        "hidden": 0.4,
+        "shorter": 2,
+        "hidden_of_shorter": 0.5,
+        "each": [[1.0, 0.0], [1.0, 1.0], [3.0, 1.0]],
+    }
+    assert found["ReduceScatter"]["hidden"] == 0.0
+    assert trace.compute_ms(lambda: [1]) == 3.0

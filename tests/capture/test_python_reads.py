@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import hexa_fx
+from tests.zoo.common import looped
 from tests.zoo.compare import operators_run
 
 D, E, K = 8, 4, 2
@@ -118,12 +119,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         w, i = self.gate(x).softmax(-1).topk(K)
-        w = w * self.scale(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            token, slot = torch.where(i == e)
-            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
-        return out
+        return looped(x, w * self.scale(x), i, self.experts)
 
 
 def holding(value):

@@ -1,6 +1,7 @@
-"""Experts' ids that a block is given, among which one names no expert."""
+"""Routing that a block is given: ids among which one names no expert, and zeros and ones, at most one a slot."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,18 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import hexa_fx
-from tests.zoo.compare import operators_run
+from tests.zoo.common import looped
+from tests.zoo.compare import compare, operators_run
 
 D, E, K, T = 8, 4, 2, 10
 Form = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def compared(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros_like(x)
-    for number in range(E):
-        token, slot = torch.where(ids == number)
-        out.index_add_(0, token, m.expert(number, x[token]) * weights[token, slot, None])
-    return out
+    return looped(x, weights, ids, (partial(m.expert, number) for number in range(E)))
 
 
 def one_hot(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -117,3 +115,44 @@ def test_a_token_without_a_mark_is_no_expert_s() -> None:
     for given in (marks, marks * (torch.arange(T) % 3 > 0)[:, None, None]):
         torch.testing.assert_close(optimized(x, given, weights), block(x, given, weights))
         assert operators_run(optimized, (x, given, weights)), str(optimized.report)
+
+
+class MarkedBySlot(nn.Module):
+    """Experts that are given a mask (T, E) or (T, k, E) and weights (T,) or (T, k)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D)) for _ in range(E))
+
+    def forward(self, x: torch.Tensor, marks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        marks, weights = marks.view(x.shape[0], -1, E), weights.view(x.shape[0], -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(marks[..., number] == 1)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+def given(tokens: int, k: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token in four is dropped."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, D, generator=generator, dtype=torch.float64)
+    ids = torch.rand(tokens, E, generator=generator).argsort(1)[:, :k]
+    marks = nn.functional.one_hot(ids, E)
+    marks[::4, 0] = 0
+    weights = torch.rand(tokens, k, generator=generator, dtype=torch.float64)
+    return (x, marks[:, 0], weights[:, 0]) if k == 1 else (x, marks.to(dtype), weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32])
+@pytest.mark.parametrize("k", [1, 2])
+def test_marks_are_read_as_ids(k, dtype):
+    model = MarkedBySlot().double()
+    opt = hexa_fx.optimize(model, given(9, k, dtype, 0))
+    (block,) = opt.report.blocks
+    assert block.status == "rewritten", block.reason
+    for tokens, seed in ((9, 1), (5, 2), (1, 3)):
+        found = compare(model, opt, given(tokens, k, dtype, seed))
+        assert found.within(1e-10), found
+    x, marks, weights = given(7, k, dtype, 4)
+    assert compare(model, opt, (x, torch.zeros_like(marks), weights)).within(1e-10)

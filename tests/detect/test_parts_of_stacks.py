@@ -1,7 +1,8 @@
-"""Parts of stacked weights along the experts: slices, pieces and parts of parts are of the experts that lie there."""
+"""Parts of stacked weights are of the experts that lie there; what one product adds up, or lies beside experts' outputs."""
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.detect.tags import expert_groups, tag
-from tests.zoo.common import TopKGate
+from tests.zoo.common import MLP, Mixture, SwiGLU, TopKGate
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.dense import ChunksOfExperts
-from tests.zoo.variant import D, E, I, weight
+from tests.zoo.variant import D, E, I, K, weight
 
 CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of_a_slice": lambda stack: stack[1:4][2],
@@ -162,3 +163,91 @@ def test_gates_of_tasks_are_no_experts(layers: int) -> None:
         block.task = opt.task = task
         assert compare(block, opt, (x,)).within(1e-10)
         assert operators_run(opt, (x,))
+
+
+class Combined(nn.Module):
+    def __init__(self, combine: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.router, self.combine = nn.Linear(D, E), combine
+        self.gate, self.up, self.down = (nn.Parameter(torch.randn(E, *size) / 3) for size in ((D, I), (D, I), (I, D)))
+        self.bias = nn.Parameter(torch.randn(E, I))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        gates = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter(-1, ids, weights)
+        hidden = F.silu(torch.einsum("...d,edi->...ei", x, self.gate) + self.bias) * torch.einsum(
+            "...d,edi->...ei", x, self.up
+        )
+        return self.combine(self, hidden * gates[..., None], x)
+
+
+COMBINES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "einsum": lambda m, h, x: torch.einsum("tei,eid->td", h, m.down),
+    "weight first": lambda m, h, x: torch.einsum("eid,tei->td", m.down, h),
+    "turned": lambda m, h, x: torch.einsum("tei,edi->td", h, m.down.transpose(1, 2)),
+    "sequences": lambda m, h, x: torch.einsum("bsei,eid->bsd", h, m.down),
+}
+
+
+@pytest.mark.parametrize("combine", COMBINES)
+def test_outputs_are_told_apart(combine: str) -> None:
+    shape = (2, 7, D) if combine == "sequences" else (13, D)
+    x = torch.randn(shape, dtype=torch.float64)
+    block = Combined(COMBINES[combine]).double()
+    opt = hexa_fx.optimize(copy.deepcopy(block), (x,), hexa_fx.HexaConfig(own_code_when_small=False))
+    for given in (x, x[..., :5, :], torch.randn(3, *shape[1:], dtype=torch.float64)):
+        assert compare(block, opt, (given,)).within(1e-12)
+        assert operators_run(opt, (given,))
+
+
+class Heads(nn.Module):
+    """An attention whose heads are in the first dimension of its weights, beside experts in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Parameter(torch.randn(E, D, 3 * I) / 3), nn.Parameter(torch.randn(E, I, D) / 3)
+        self.experts = Combined(COMBINES["sequences"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = torch.einsum("bsd,hdi->bhsi", x, self.qkv).chunk(3, -1)
+        x = x + torch.einsum("bhsi,hid->bsd", F.scaled_dot_product_attention(q, k, v), self.out)
+        return x + Combined.forward(self.experts, x)
+
+
+def test_a_product_that_adds_up_over_flattened_experts_is_refused() -> None:
+    block = Combined(lambda m, h, x: h.flatten(-2) @ m.down.flatten(0, 1)).double()
+    (report,) = hexa_fx.explain(block, torch.randn(2, 7, D, dtype=torch.float64)).blocks
+    assert "each expert has a single matrix product, or several side by side" in report.reason
+
+
+def test_heads_of_an_attention_stay_one_product() -> None:
+    from hexa_fx.capture import capture
+    from hexa_fx.passes.canonicalize import canonicalize_block
+
+    captured = capture(Heads().double(), (torch.randn(2, 7, D, dtype=torch.float64),), {}, "block")
+    before = len(captured.graph.find_nodes(op="call_method", target="sum"))
+    assert len(canonicalize_block(captured).graph.find_nodes(op="call_method", target="sum")) == before
+
+
+class OntoShared(Mixture):
+    """Experts' outputs are added onto that of a shared expert."""
+
+    def __init__(self, kind: type[nn.Module], std: float | None) -> None:
+        super().__init__(kind)
+        self.shared = SwiGLU()
+        for parameter in self.parameters() if std else ():
+            nn.init.normal_(parameter, std=std)
+
+    def start(self, flat: torch.Tensor) -> torch.Tensor:
+        return self.shared(flat)
+
+
+@pytest.mark.parametrize("kind", [SwiGLU, MLP])
+@pytest.mark.parametrize(("std", "size"), [(1e-4, 1e-3), (1e-4, 1.0), (None, 1e4)])
+def test_a_shared_expert_of_any_scale(std: float | None, size: float, kind: type[nn.Module]) -> None:
+    """Small weights of small tokens give less than any fixed number, and rounding of large ones is more."""
+    torch.manual_seed(0)
+    block = OntoShared(kind, std).eval()
+    optimized = hexa_fx.optimize(block, (size * torch.randn(2, 7, D),))
+    assert optimized.report.rewritten, optimized.report
+    assert compare(block, optimized, (size * torch.randn(3, 5, D),), {}, train=True, seed=1).within(2e-5)

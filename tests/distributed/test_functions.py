@@ -1,18 +1,24 @@
-"""Functions of several processes: seen through where there is nobody to talk to, and never tried where there is."""
+"""Functions of several processes are seen through or never tried; scripts of examples/ for several processes."""
 
+import io
+import os
+import runpy
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from harness import run
+from harness import run, start
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hexa_fx
+from tests.test_examples import FOLDER, OF_SEVERAL, SAYS
 from tests.zoo.common import MLP, Looped, looped
 from tests.zoo.compare import operators_run
 
@@ -169,3 +175,30 @@ def test_processes_that_come_later() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     assert not operators_run(optimized, (x,))
     dist.destroy_process_group()
+
+
+def example(rank: int, world: int, name: str) -> str:
+    """What the script prints. The ranks have met already."""
+    given = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}  # accelerate asks whether they are there
+    os.environ |= {key: str(value) for key, value in given.items()}
+    sys.path.insert(0, str(FOLDER))
+    dist.init_process_group = lambda *_: None  # in this process, which ends with the script
+    with redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", OF_SEVERAL)
+def test_two_processes(name: str) -> None:
+    if name == "trainer_on_a_mesh":
+        pytest.importorskip("accelerate")
+    outcomes = start(2, example, name)
+    assert [kind for kind, _ in outcomes] == ["ok", "ok"], outcomes
+    assert SAYS[name] in "".join(said for _, said in outcomes)

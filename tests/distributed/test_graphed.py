@@ -1,8 +1,11 @@
-"""`PartitionSession.graphed`: replays do what steps do. Here a stand-in records on the host; test_captured.py has CUDA graphs."""
+"""`PartitionSession.graphed`: replays do what steps do. A stand-in records on the host; several devices have CUDA graphs."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,3 +262,18 @@ def noted(rank: int, world: int) -> Any:
 
 def test_numbers_of_tokens_are_those_of_the_step_before() -> None:
     assert max(map(max, run(2, noted))) < 1e-12
+
+
+SCRIPT = Path(__file__).with_name("captured_step.py")
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("split", ["even", "uneven"])
+@pytest.mark.parametrize("mode", ["data", "model", "mixed"])
+def test_replays_see_fresh_tokens_and_weights(mode: str, split: str) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, str(SCRIPT), mode, split]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("finished") == 2

@@ -1,19 +1,34 @@
-"""The page of graphs in a real browser: both graphs are drawn, linked, and one click from the CUDA text."""
+"""Pages of graphs in a browser, what is drawn where, what notebooks show, and models that are spread over devices."""
 
 import importlib.util
 import json
 import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from typer.testing import CliRunner
 
 import hexa_fx
+from hexa_fx.cli import app
 from hexa_fx.errors import InputError
 from hexa_fx.graphs import Graphs
+from hexa_fx.inspection.labels import place_labels
+from hexa_fx.inspection.layout import BOX_HEIGHT, lay_out
+from hexa_fx.inspection.picture import picture_of
+from hexa_fx.inspection.view import GraphView, NodeView, TensorType
+from hexa_fx.inspection.work import flops_of, moved_bytes
+from hexa_fx.ir import SourceLocation
+from hexa_fx.passes.partition.plan_layers import plan_layers
+from hexa_fx.plan import ExpertShape, LayerPlan, Plan
+from hexa_fx.report import with_plan
 from tests.inspect.models import INPUT, Model
 from tests.zoo.registry import VARIANTS
 
@@ -150,7 +165,7 @@ def test_fit_shows_all_of_a_graph_and_nothing_is_cut_off(page, tmp_path, size):
 
 @needs_chromium
 def test_blocks_that_are_left_are_named_and_nothing_is_wider_than_a_telephone(tmp_path):
-    (refused,) = (variant for variant in VARIANTS if variant.name == "refuse_cumsum_tokens")
+    (refused,) = (variant for variant in VARIANTS if variant.name == "refuse_rolled")
     (x,), _ = refused.inputs(2, 7, torch.float32, 0)
     both = nn.Sequential(refused.make(0), nn.Linear(x.shape[-1], INPUT.shape[-1]), Model())
     place = hexa_fx.optimize(both, x).graphs.to_html(tmp_path / "left.html")
@@ -160,7 +175,7 @@ def test_blocks_that_are_left_are_named_and_nothing_is_wider_than_a_telephone(tm
     width, said = browser.evaluate(place, script, tmp_path, (390, 844))
     assert width == 390
     assert "1 block left as it is" in said
-    assert "cumsum inside the experts mixes rows of different tokens" in said
+    assert "roll inside the experts mixes rows of different tokens" in said
 
 
 @needs_chromium
@@ -229,3 +244,221 @@ def test_the_picture_is_not_blank(page, tmp_path):
 def test_a_kernel_s_key_is_in_its_text(optimized):
     for kernel in optimized.graphs.kernels(90):
         assert not kernel.source or f"// key      {kernel.name.split()[-1]};" in kernel.source
+
+
+@pytest.fixture
+def graphs(optimized):
+    return optimized.graphs["layers.0"]
+
+
+def test_a_loop_is_drawn_once_and_says_how_often_it_ran(graphs):
+    picture = picture_of(graphs.stage("capture").graph)
+    times = {box.title: box.times for box in picture.boxes}
+    assert times["relu"] == times["index_add_"] == times["where"] == 4
+    assert times["softmax"] == 1
+    assert sum(box.title == "linear" for box in picture.boxes) == 3  # the router's, up, down
+    assert times["experts.0.up.weight"] == 4
+    assert not any("experts.1." in box.title for box in picture.boxes)
+    (relu,) = (box for box in picture.boxes if box.title == "relu")
+    assert set(relu.members) == {"relu", "relu_1", "relu_2", "relu_3"}
+
+
+def test_sizes_are_left_out_and_tuples_are_several_arrows(graphs):
+    picture = picture_of(graphs.stage("lower").graph)
+    assert {"size", "getitem"}.isdisjoint(box.title for box in picture.boxes)
+    labels = {(a.source, a.target): a.label for a in picture.arrows if a.source == "reindex"}
+    assert labels["reindex", "h"] in ("v i32[28]", "offs i32[5]")
+    assert {a.name for a in picture.arrows if a.source == "reindex"} == {"v", "inv", "offs"}
+
+
+def chain(*ops: str) -> GraphView:
+    """x -> op -> op ..., each of one value."""
+    kind = TensorType("f32", (2,), 8)
+    nodes = [NodeView("x", "input", "x", types=(kind,))]
+    for i, op in enumerate(ops):
+        nodes.append(NodeView(f"n{i}", "call", op, inputs=(nodes[-1].name,), types=(kind,)))
+    return GraphView(tuple(nodes))
+
+
+@pytest.mark.parametrize(
+    ("ops", "drawn"),
+    [
+        ("a b c", [("a", 1), ("b", 1), ("c", 1)]),
+        ("a a b", [("a", 1), ("a", 1), ("b", 1)]),
+        ("a a a b", [("a", 3), ("b", 1)]),
+        ("r a b a b a b z", [("r", 1), ("a", 3), ("b", 3), ("z", 1)]),
+        ("a b c d a b c d", [("a", 2), ("b", 2), ("c", 2), ("d", 2)]),
+        (
+            "e b c d e b d e b c d z",
+            [("e", 3), ("b", 3), ("c", 2), ("d", 3), ("z", 1)],
+        ),  # one run leaves out what an if does
+        ("", []),
+    ],
+)
+def test_what_counts_as_a_loop(ops, drawn):
+    picture = picture_of(chain(*ops.split()))
+    assert [(box.title, box.times) for box in picture.boxes if box.kind == "call"] == drawn
+
+
+def test_a_first_run_with_another_role_is_of_the_loop():
+    """Where ``out[token] += y`` reads, the first run reads zeros, and the others what was summed."""
+    runs = chain(*"take add take add take add".split())
+    nodes = [replace(node, where=SourceLocation("moe.py", 1), role="combine") for node in runs.nodes]
+    nodes[1] = replace(nodes[1], role="dispatch")
+    assert [box.times for box in picture_of(GraphView(tuple(nodes))).boxes if box.kind == "call"] == [3, 3]
+
+
+def test_checks_are_neither_drawn_nor_counted():
+    """They compute nothing: ids go through one as they are."""
+    checked = chain("require_experts", "hexa.moe_ffn")
+    assert [(arrow.source, arrow.target) for arrow in picture_of(checked).arrows] == [("x", "n1")]
+    assert (checked.counts, checked.size) == ({"hexa.moe_ffn": 1}, "1 operator")
+
+
+def test_boxes_do_not_overlap_and_arrows_point_down(graphs):
+    for stage in graphs.stages:
+        picture = picture_of(stage.graph)
+        layout = lay_out(picture, lambda name: 90.0)
+        places = list(layout.places.items())
+        for i, (_, a) in enumerate(places):
+            assert a.width / 2 <= a.x <= layout.width
+            assert BOX_HEIGHT / 2 <= a.y <= layout.height
+            for _, b in places[i + 1 :]:
+                assert abs(a.x - b.x) >= (a.width + b.width) / 2 or abs(a.y - b.y) >= (a.height + b.height) / 2
+        for route in layout.routes:
+            assert all(above[1] < below[1] for above, below in zip(route.points, route.points[1:]))
+
+
+def test_names_on_arrows_cover_nothing(graphs):
+    for stage in graphs.stages:
+        layout = lay_out(picture_of(stage.graph), lambda name: 90.0)
+        labels = place_labels(layout)
+        for i, label in enumerate(labels):
+            for other in (*labels[i + 1 :], *layout.places.values()):
+                assert not label.covers(other.x, other.y, other.width, other.height), (stage.name, label.arrow)
+    lowered = lay_out(picture_of(graphs.stage("lower").graph), lambda name: 90.0)
+    assert {label.arrow.name for label in place_labels(lowered)} == {"v", "inv", "offs"}
+
+
+def test_every_box_has_an_arrow(graphs):
+    """`tile_rows` returns nothing: its results are written in place."""
+    for stage in graphs.stages:
+        picture = picture_of(stage.graph)
+        touched = {end for arrow in picture.arrows for end in (arrow.source, arrow.target)}
+        assert {box.name for box in picture.boxes} <= touched, stage.name
+    assert "output" not in {box.name for box in picture_of(graphs.stage("tile_rows").graph).boxes}
+
+
+def test_svg_is_well_formed_and_stands_alone(graphs):
+    for stage in graphs.stages:
+        text = graphs.to_svg(stage.name)
+        root = ElementTree.fromstring(text)
+        assert root.tag.endswith("svg")
+        assert "<style>" in text
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+        drawn = {g.get("data-node") for g in root.iter() if g.get("class") == "box"}
+        for arrow in (g for g in root.iter() if g.get("class") == "arrow"):
+            assert {arrow.get("data-from"), arrow.get("data-to")} <= drawn
+
+
+def test_dot_names_every_box_once(graphs):
+    text = graphs.to_dot("lower")
+    assert text.startswith('digraph "layers.0 lower" {')
+    assert text.endswith("}")
+    assert len(re.findall(r'^  "h" \[', text, re.MULTILINE)) == 1
+    assert '"reindex" -> "h"' in text
+    assert text.count("{") == text.count("}")
+
+
+def test_special_characters_survive():
+    odd = GraphView((NodeView("x", "input", "x"), NodeView("y", "call", "f", detail="<a & 'b'>\n", inputs=("x",))))
+    from hexa_fx.inspection.svg import dot_of, svg_of
+
+    ElementTree.fromstring(svg_of(odd))
+    assert "\\n" in dot_of(odd, 'say "hi"')
+    assert 'digraph "say \\"hi\\""' in dot_of(odd, 'say "hi"')
+
+
+def test_flops_and_bytes_by_hand():
+    import torch
+
+    x, w, y = torch.randn(5, 3), torch.randn(4, 3), torch.randn(5, 4)
+    index = torch.tensor([0, 2])
+    assert flops_of("linear", (), [x, w], [y]) == 2 * 5 * 3 * 4
+    assert flops_of("einsum", ("tk,nk->tn",), [x, w], [y]) == 2 * 5 * 3 * 4
+    assert flops_of("mul", (), [x, x], [x]) == 0
+    assert moved_bytes("linear", [x, w], [y]) == 4 * (15 + 12 + 20)
+    assert moved_bytes("reshape", [x], [x]) == 0
+    assert moved_bytes("getitem", [x, index], [x[index]]) == 2 * 24 + 16
+    assert moved_bytes("index_add_", [x, index, x[index]], [x]) == 2 * 24 + 16 + 24
+
+
+def test_graphs_come_in_a_frame_of_their_own(optimized):
+    for shown in (optimized.graphs, optimized.graphs["layers.0"]):
+        (inside,) = re.findall(r'^<iframe srcdoc="([^"]*)"', shown._repr_html_())
+        assert 'data-stage="rewrite"' in unescape(inside)
+    assert "no block was rewritten" in Graphs({})._repr_html_()
+
+
+def test_a_plan_is_a_table():
+    plan = plan_layers({"a<b": ExpertShape(4, 8, 12)}, [1.0, 2.0], "model")
+    text = plan._repr_html_()
+    assert plan.fingerprint in text
+    assert f"<td>a&lt;b</td><td>model-centric</td><td>{list(plan.layers[0].shards)}</td>" in text
+
+
+def test_the_gallery_leads_to_every_page(tmp_path):
+    done = CliRunner().invoke(app, ["gallery", "--out", str(tmp_path / "pages"), "--types", "mixtral"])
+    assert done.exit_code == 0, done.output
+    index = (tmp_path / "pages" / "index.html").read_text(encoding="utf-8")
+    links = re.findall(r'href="([^"]*)"', index)
+    assert links == ["mixtral.html", "mixtral_report.html"]
+    assert all((tmp_path / "pages" / link).stat().st_size > 1000 for link in links)
+    assert CliRunner().invoke(app, ["gallery", "--out", str(tmp_path), "--types", ","]).exit_code == 2
+
+
+@pytest.fixture
+def spread(models, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        yield hexa_fx.optimize_(models.make(), models.INPUT, mesh=mesh, strategy="model", capacities=None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_plan_exchanges_and_graph(spread, tmp_path):
+    report = spread.report
+    assert report.plan == spread.partition.plan
+    for block in report.blocks:
+        assert block.collectives
+    assert "exchanges: " in str(report)
+    assert report.plan.fingerprint in str(report)
+    assert "own code" not in str(report)  # which needs whole weights
+    graphs = spread.graphs["layers.1"]
+    names = [stage.name for stage in graphs.stages]
+    assert names[:3] == ["capture", "rewrite", "partition"]
+    roles = {node.op: node.role for node in graphs.stage("partition").graph.nodes}
+    assert all(roles[op] == "collective" for op in report.blocks[1].collectives)
+    assert 'data-role="collective"' in graphs.to_svg("partition")
+    text = spread.graphs.to_html(tmp_path / "graphs.html", 90).read_text(encoding="utf-8")
+    assert text.count('<template data-block="0"') == len(names)
+    assert '<template data-block="1"' not in text  # identical blocks once
+
+
+def test_costs_are_said_to_be_of_the_whole_block(models, tmp_path):
+    model = hexa_fx.optimize(models.make(), models.INPUT)
+    cut = ("all_gather_v", "all_gather_v", "wait", "reduce_scatter_v")
+    shape = ExpertShape(4, 8, 12)
+    plan = Plan(2, (LayerPlan("layers.0", "model_centric", shape, (8, 4)),), batch=(2, 1))
+    report = with_plan(model.report, plan, {})
+    report = replace(report, found=(replace(report.blocks[0], collectives=cut), *report.blocks[1:]))
+    page = report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    for text in (str(report), page):
+        assert "(before it was spread over 2 devices)" in text
+        assert "exchanges: 2 times all_gather_v, reduce_scatter_v" in text
+        assert (
+            "layers.0: model-centric (tokens travel, reduce_scatter), channels of every expert by rank h_i [8, 4]"
+            in text
+        )
+    assert [block.devices for block in report.blocks] == [2, 1]

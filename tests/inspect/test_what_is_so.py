@@ -1,5 +1,6 @@
-"""The report says neither more nor less than what is so: every sentence here was once an overstatement."""
+"""The report says neither more nor less than what is so, every refusal tells what helps, and users' modules stay as they are."""
 
+import ast
 import copy
 import functools
 import gc
@@ -7,16 +8,19 @@ import importlib
 import pickle
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import hexa_fx
+from hexa_fx.inspection.advice import DEFAULT, advice
 from hexa_fx.inspection.report_page import report_page
 from hexa_fx.inspection.text import small_calls
 from hexa_fx.ir import Small
 from hexa_fx.report import OptimizationReport
+from tests.detect.mixture import D, Mixture
 
 QUICK = hexa_fx.HexaConfig(verify=False)
 
@@ -229,3 +233,121 @@ def test_what_was_asked_of_the_arithmetic_is_reported(models, asked, said) -> No
             assert said in text
             assert "own code" not in text
             assert "(without compute or batch_invariant of HexaConfig)" in text
+
+
+class Act(nn.Module):
+    """Its call stays a call, and its buffer is asked before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if self.steps < 5 else x * 3
+
+
+class Stepping(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Act()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.scale(x) if self.scale.steps < 7 else x)[2]
+
+
+def test_a_buffer_in_a_module_that_is_called_stays_what_it_is() -> None:
+    block, x = Stepping(), torch.randn(12, D)
+    saved, buffer = list(block.state_dict()), block.scale.steps
+    opt = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert opt.report.blocks[0].status == "rewritten"
+    rewritten = opt.graphs[""].rewritten.graph
+    read, called = ({str(n.target) for n in rewritten.find_nodes(op=op)} for op in ("get_attr", "call_module"))
+    assert "scale.steps" in read
+    assert "scale" in called
+    for model in (block, opt):
+        assert model.scale.steps is buffer
+        assert list(model.state_dict()) == saved
+    for steps in (0, 5, 7):
+        buffer.fill_(steps)
+        torch.testing.assert_close(opt(x), block(x))
+
+
+DETECT = Path(__file__).parents[2] / "passes" / "detect"
+
+
+def sentences() -> list[str]:
+    """Every sentence with which detection refuses, with ``{}`` for what it fills in."""
+    found = []
+    for file in sorted(DETECT.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refuse" and node.args:
+                found.append(_text(node.args[0]))
+    return sorted({sentence for sentence in found if sentence})
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in node.values)
+    return ""
+
+
+def test_the_sentences_are_found():
+    assert len(sentences()) > 40
+
+
+def test_nearly_every_refusal_has_advice_of_its_own():
+    general = [sentence for sentence in sentences() if advice(sentence) == DEFAULT]
+    assert len(general) <= len(sentences()) // 10, general
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("mean inside the experts does not keep their rows apart", "over the last dimension only"),
+        ("the rewritten block differs from the original: on the way the block rounds to fewer bits", "torch.autocast"),
+        ("dropout is active inside the experts, and its random numbers", "behind the weighted sum"),
+        ("every token is given to every expert with a weight of its own: a dense (soft) mixture", "Only top-k"),
+        (
+            "no tensor holds the expert ids of every token; routing must be a fixed number of ids a token",
+            "topk or argmax",
+        ),
+        (
+            "the code keeps a result on the module (self.loss), which the rewritten block would not update",
+            "Return the value",
+        ),
+        ("the code reads a tensor that is neither a parameter nor a buffer, and may have", "register_buffer"),
+        ("the code changes self.losses in place, which the rewritten block would not; results", "Append to a list"),
+        (
+            "the code adds to LOSSES before gate uses it too, and the rewritten block would add to it last",
+            "a list each",
+        ),
+        ("on the example every row that the experts are given is zero", "more varied example"),
+        ("the code takes a host decision (if, while, assert, item()) on what the experts computed", "torch.where"),
+        ("no known activation is what experts compute between their projections (cos)", "silu"),
+        ("the expert outputs do not enter the result as a weighted sum for each token; they", "Experts that choose"),
+        ("experts use their weights in different ways", "one class"),
+        ("the code takes a decision that depends on the data and not on the routing", "torch.where"),
+        ("hexa_fx itself failed here with KeyError: 1", "report"),
+        ("the rewritten block differs from the original: the example: output", "report"),
+        ("could not record 'x': RuntimeError", "outside hexa_fx first"),
+        ("something entirely new", "docs/patterns.md"),
+    ],
+)
+def test_advice(reason, says):
+    assert says in advice(reason)
+
+
+def test_a_sentence_that_says_it_itself_is_left_alone():
+    assert (
+        advice("... is not a parameter nor a buffer, and may have another value next time; register it as a buffer")
+        == ""
+    )
+
+
+def test_it_is_part_of_every_form_of_the_report(models, tmp_path):
+    report = hexa_fx.explain(*models.refused())
+    assert "what helps: Normalise and reduce over the last dimension only" in str(report)
+    assert "last dimension" in report.as_dict()["blocks"][0]["advice"]
+    assert "what helps" in report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from transformers import pytorch_utils
 import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.formats.quantized_weight import QuantizedWeight
-from tests.api.test_quantize_lists import outcome
+from tests.api.test_quantize_lists import Gated, outcome
 from tests.integrations.test_transformers import operators_run
 from tests.zoo.common import Looped
 
@@ -24,18 +24,9 @@ E, D, H = 4, 8, 12
 ALL = ["gate", "up", "down"]
 
 
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(D, H, bias=False), nn.Linear(D, H, bias=False), nn.Linear(H, D)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 class Block(Looped):
     def __init__(self):
-        super().__init__(Expert, D, E, bias=True)
+        super().__init__(lambda: Gated(D, H), D, E, bias=True)
 
     def mix(self, flat, weights, indices):
         out = torch.zeros_like(flat)

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hexa_fx
-from tests.zoo.compare import compare
+from hexa_fx.capture import capture
+from hexa_fx.passes.cover import leaves_out_sentinels
+from hexa_fx.passes.detect.graph import descendants, operation
+from tests.zoo.compare import compare, operators_run
 
 D, H, E, K, T = 8, 12, 4, 2, 24
 
@@ -411,3 +414,132 @@ def test_what_a_counter_of_steps_does_to_biases_is_not_lost(result: Callable[[An
     block = on(Warming, result=lambda s, y, t, e, m: result(s, y, e))().double()
     opt = hexa_fx.optimize(block, torch.randn(T, D, dtype=torch.float64))
     assert opt.report.blocks[0].reason.endswith("and would be lost")
+
+
+Zeroing = Callable[[Tensor, Tensor], Tensor]
+"""Rows (n, D) and their ids (n,) -> rows."""
+
+
+class GroupedById(nn.Module):
+    """Rows sorted by expert, and a condition on the ids behind the products."""
+
+    def __init__(self, zeroing: Zeroing) -> None:
+        super().__init__()
+        self.zeroing = zeroing
+        self.up, self.down = nn.Parameter(torch.randn(E, D, H) / 3), nn.Parameter(torch.randn(E, H, D) / 3)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        ids, order = ids.reshape(-1).sort(stable=True)
+        safe = ids.clamp(max=E - 1)
+        hidden = F.gelu(torch.bmm(x[order // K, None], self.up[safe]))
+        rows = torch.bmm(hidden, self.down[safe])[:, 0] * weights.reshape(-1)[order, None]
+        return torch.zeros_like(x).index_add(0, order // K, self.zeroing(rows, ids))
+
+
+def inputs(seed: int = 0, absent: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(T, E + absent, generator=generator, dtype=torch.float64)
+    x = torch.randn(T, D, generator=generator, dtype=torch.float64)
+    return x, scores.topk(K).indices, torch.rand(T, K, generator=generator, dtype=torch.float64)
+
+
+CONDITIONS: dict[str, tuple[Zeroing, bool]] = {
+    "ge": (lambda rows, ids: rows.masked_fill((ids >= E)[:, None], 0.0), True),
+    "gt": (lambda rows, ids: rows.masked_fill_((ids > E - 1).unsqueeze(-1), 0), True),
+    "eq": (lambda rows, ids: torch.where((ids == E)[:, None], 0.0, rows), True),
+    "lt_kept": (lambda rows, ids: torch.where((ids < E)[:, None], rows, torch.zeros_like(rows)), True),
+    "not_lt": (lambda rows, ids: rows.masked_fill(~(ids < E)[:, None], 0.0), True),
+    "lt_times": (lambda rows, ids: rows * (ids < E).to(rows.dtype)[:, None], True),
+    "ge_times": (lambda rows, ids: rows * (ids >= E)[:, None], False),
+    "swapped": (lambda rows, ids: torch.where((ids >= E)[:, None], rows, 0.0), False),
+    "of_an_expert": (lambda rows, ids: rows.masked_fill((ids >= E - 1)[:, None], 0.0), False),
+    "another_fill": (lambda rows, ids: rows.masked_fill((ids >= E)[:, None], 1.0), False),
+    "of_a_float": (lambda rows, ids: rows.masked_fill((ids.double() >= E)[:, None], 0.0), False),
+    "of_neighbours": (lambda rows, ids: rows.masked_fill(((ids >= E) | (ids.roll(1) >= E))[:, None], 0.0), False),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_conditions_on_ids_of_no_expert(name: str) -> None:
+    zeroing, expected = CONDITIONS[name]
+    torch.manual_seed(0)
+    graph = capture(GroupedById(zeroing).double(), inputs(), {}, "").graph
+    from_ids = descendants([next(node for node in graph.nodes if node.target == "ids")])
+    calls = [n for n in graph.nodes if n.op.startswith("call")]
+    found = [n for n in calls if operation(n) in ("ge", "gt", "eq", "lt")]
+    assert [leaves_out_sentinels(n, from_ids, E) for n in found] == [expected] * len(found) != []
+    assert not any(leaves_out_sentinels(n, frozenset(), E) for n in found)
+    assert not any(leaves_out_sentinels(n, from_ids, E) for n in calls if n not in found)
+
+
+@pytest.mark.parametrize("name", ["ge", "lt_kept", "lt_times", "another_fill"])
+def test_ids_of_no_expert_after_an_example_without(name: str) -> None:
+    """Rewritten, or refused; equal either way. Not verified, since an id of -1 chooses the last expert here."""
+    zeroing, expected = CONDITIONS[name]
+    torch.manual_seed(0)
+    block = GroupedById(zeroing).double()
+    optimized = hexa_fx.optimize(block, inputs(), hexa_fx.HexaConfig(verify=False))
+    assert bool(optimized.report.rewritten) == expected, optimized.report
+    for seed in (1, 2):
+        assert compare(block, optimized, inputs(seed, absent=True)).within(1e-10)
+
+
+Factor = Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, factor: Factor) -> None:
+        super().__init__()
+        self.factor = factor
+        self.gate = nn.Linear(D, E)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 12), nn.GELU(), nn.Linear(12, D)) for _ in range(E))
+        self.register_buffer("live", torch.ones(E, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w, i = self.gate(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = (i == e).any(-1).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * self.factor(self, w, i, e).sum(-1)[rows, None])
+        return out
+
+
+ALONE: dict[str, Factor] = {
+    "where": lambda block, w, i, e: torch.where(i == e, w, 0.0),
+    "where not": lambda block, w, i, e: torch.where(i != e, torch.zeros_like(w), w),
+    "masked_fill": lambda block, w, i, e: w.masked_fill(i != e, 0.0),
+}
+BESIDE: dict[str, Factor] = {
+    "a buffer": lambda block, w, i, e: torch.where((i == e) & block.live[e], w, 0.0),
+    "another where": lambda block, w, i, e: torch.where(block.live[e], torch.where(i == e, w, 0.0), 0.0),
+    "a bound": lambda block, w, i, e: torch.where((i == e) & (w > 1e-9), w, 0.0),
+    "filled below a bound": lambda block, w, i, e: w.masked_fill((i != e) | (w < 1e-9), 0.0),
+}
+
+
+def tokens(scale: float = 1.0) -> tuple[torch.Tensor]:
+    return (scale * torch.randn(19, D, dtype=torch.float64),)
+
+
+def both(factor: Factor) -> tuple[Block, Block]:
+    """A block and its optimized copy."""
+    torch.manual_seed(0)
+    model = Block(factor).double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), tokens())
+    return model, optimized
+
+
+@pytest.mark.parametrize("factor", ALONE.values(), ids=ALONE)
+def test_they_are_rewritten(factor: Factor) -> None:
+    model, optimized = both(factor)
+    assert operators_run(optimized, tokens()), optimized.report
+    assert compare(model, optimized, tokens()).within(1e-10)
+
+
+@pytest.mark.parametrize("factor", BESIDE.values(), ids=BESIDE)
+def test_another_condition_is_kept_or_refused(factor: Factor) -> None:
+    model, optimized = both(factor)
+    for each in (model, optimized):
+        each.get_buffer("live")[1] = False
+    for scale in (1.0, 100.0):
+        assert compare(model, optimized, tokens(scale)).within(1e-10)

@@ -14,7 +14,7 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ops import reindex
 from hexa_fx.passes.partition.layers import that_spread
 from hexa_fx.passes.rewrite.emit_rows import drop, kept_rows
-from tests.zoo.common import MLP, Looped
+from tests.zoo.common import MLP, Looped, looped
 
 D, EXPERTS, K = 8, 4, 2
 ROUGH = hexa_fx.HexaConfig(verify=False)
@@ -73,10 +73,7 @@ def test_equal_seeds_give_equal_numbers(rows: str) -> None:
 class CopiedAfterNoise(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x).softmax(-1).topk(K, -1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        out = looped(x, weights, ids, self.experts)
         noise = torch.randn(x.shape)
         return noise + out.clone()
 

@@ -1,6 +1,7 @@
-"""Routers that are called as they are may count, anneal and draw; what they give is asked for its form."""
+"""What a trainer sets later, and what buffers say, is asked in every call; routers that stay calls may count, anneal and draw."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
-from tests.zoo.common import experts
+from tests.zoo.common import MLP, TopKGate, experts
+from tests.zoo.common import Mixture as Loop
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E, K
 
@@ -68,7 +70,7 @@ def inputs(seed: int = 1) -> torch.Tensor:
     return torch.randn(2, 7, D, generator=torch.Generator().manual_seed(seed))
 
 
-def pair(gate: type[nn.Module] = Scheduled) -> tuple[nn.Module, nn.Module]:
+def both(gate: type[nn.Module] = Scheduled) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = Block(gate())
     return model, hexa_fx.optimize(copy.deepcopy(model), inputs())
@@ -81,7 +83,7 @@ def is_rewritten(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
 @pytest.mark.parametrize("gate", [Scheduled, Quiet])
 def test_results_of_another_form_run_rewritten_without_another_call_of_the_router(gate):
     """The router has been called by then: what is made of the call is given what it gave."""
-    model, optimized = (m.double() for m in pair(gate))
+    model, optimized = (m.double() for m in both(gate))
     optimized = hexa_fx.optimize(hexa_fx.undo_(optimized), inputs().double())
     hooked: list[Any] = []
     optimized.gate.register_forward_hook(lambda *call: hooked.append(call))
@@ -104,7 +106,7 @@ def test_results_of_another_form_run_rewritten_without_another_call_of_the_route
 
 
 def test_schedules_under_checkpointing():
-    model, optimized = pair()
+    model, optimized = both()
     for step in (0, 1, 2):
         found = []
         for m in (model.train(), optimized.train()):
@@ -117,7 +119,7 @@ def test_schedules_under_checkpointing():
 @pytest.mark.parametrize("gate", [Scheduled, Quiet])
 def test_schedules_under_a_compiler(gate):
     """Where the router draws and counts, another number of it means the original there: no part of a trace can be taken back."""
-    model, optimized = pair(gate)
+    model, optimized = both(gate)
     traced: list[bool] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -283,3 +285,171 @@ def test_a_router_that_is_taken_apart_decides_nothing_anew(kind: str, train: boo
     assert optimized.report.rewritten or "host decision (if, while, item()) on the data" in str(optimized.report)
     for x in (inputs(), rare, inputs(4), *([torch.zeros(0, 3, D)] if kind == "a size" else [])):
         assert compare(model, optimized, (x,), train=train).within(1e-4)
+
+
+class Tuned(Loop):
+    """Reads attributes of its own, of its experts and of a router that it calls, and conditions on buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(MLP)
+        self.temperature, self.top_k, self.doubled, self.unread = 1.5, K, False, 7
+        self.called = TopKGate()
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("limit", torch.tensor(2.0))
+
+    @property
+    def chosen(self) -> int:
+        return self.top_k
+
+    def logits(self, flat: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            flat = flat + 0.1 * torch.randn_like(flat)
+        if self.limit > 1:
+            flat = flat * 2
+        return self.gate.weight(flat) / self.temperature
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.logits(flat).softmax(-1).topk(self.chosen)
+        if getattr(self, "doubled", False):
+            weights = weights * 2
+        y = self.mix(self.drop(flat), weights, indices)
+        return (y + self.called(flat)[0].sum(-1, keepdim=True)).view_as(x)
+
+
+def doubles() -> torch.Tensor:
+    return torch.randn(2, 7, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Tuned().double().eval()
+    return model, hexa_fx.optimize(copy.deepcopy(model), doubles())
+
+
+CHANGES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "doubled": True,
+    "experts.1.act.approximate": "tanh",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_value_is_analysed_anew(pair, name):
+    path, _, attribute = name.rpartition(".")
+    before = getattr(pair[0].get_submodule(path), attribute)
+    assert operators_run(pair[1], (doubles(),))
+    for model in pair:
+        setattr(model.get_submodule(path), attribute, CHANGES[name])
+    try:
+        one_expert = name.startswith("experts")  # it is no longer like the others
+        assert bool(operators_run(pair[1], (doubles(),))) is not one_expert
+        for train in (False, True):
+            assert compare(*pair, (doubles(),), train=train).within(1e-10)
+    finally:
+        for model in pair:
+            setattr(model.get_submodule(path), attribute, before)
+            model.eval()
+    assert operators_run(pair[1], (doubles(),))
+    assert compare(*pair, (doubles(),), train=True).within(1e-10)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_condition_on_a_buffer_is_asked_before_random_numbers_are_drawn(train):
+    model = Tuned().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), doubles())
+    assert operators_run(optimized.train(train), (doubles(),))
+    for m in (model, optimized):
+        m.limit.fill_(0.5)
+    assert compare(model, optimized, (doubles(),), train=train).within(1e-10)
+    assert operators_run(optimized.train(train), (doubles(),))  # another one was made
+
+
+def test_copies_have_conditions_of_their_own(pair):
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(pair[1])))
+    copied.temperature = 3.0
+    pair[0].temperature = 3.0
+    torch.testing.assert_close(copied.eval()(doubles()), pair[0].eval()(doubles()))
+    pair[0].temperature = pair[1].temperature
+    torch.testing.assert_close(pair[1].eval()(doubles()), pair[0](doubles()))
+
+
+def test_the_attributes_that_are_asked(pair):
+    found = {(read.root, *read.steps) for read in pair[1].forward.specialisations[0].attributes.reads}
+    assert {("", "temperature"), ("", "top_k"), ("", "doubled"), ("experts.2.act", "approximate")} <= found
+    assert not {("", "unread"), ("called", "top_k"), ("drop", "p")} & found, "what is called asks for itself"
+
+
+class Choosing(nn.Module):
+    """A router that is called as it is; its choice is read from outside, or only what it makes of it."""
+
+    def __init__(self, gives_ids: bool) -> None:
+        super().__init__()
+        self.weight, self.top_k, self.gives_ids = nn.Linear(D, E), K, gives_ids
+
+    def forward(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.weight(flat)
+        chosen, indices = logits.topk(self.top_k)
+        gates = torch.full_like(logits, -torch.inf).scatter(-1, indices, chosen).softmax(-1)
+        return (gates, indices) if self.gives_ids else (gates,)
+
+
+class MaskedByIds(Loop):
+    def __init__(self, gives_ids: bool) -> None:
+        super().__init__()
+        self.gate = Choosing(gives_ids)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        gates, *given = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token = ((given[0] == e).any(-1) if given else gates[:, e] > 0).nonzero()[:, 0]
+            out.index_add_(0, token, expert(flat[token]) * gates[token, e, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("gives_ids", [True, False])
+def test_how_many_experts_a_router_chooses_may_change(gives_ids):
+    model = MaskedByIds(gives_ids).double()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), doubles())
+    assert operators_run(optimized, (doubles(),))
+    for top_k in (1, 3):
+        model.gate.top_k = optimized.gate.top_k = top_k
+        assert compare(model, optimized, (doubles(),)).within(1e-10)
+        if gives_ids or top_k > 1:
+            assert operators_run(optimized, (doubles(),))
+
+
+class NumberOfBuffer(Loop):
+    """A buffer as a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("order", torch.arange(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        return self.mix(flat, weights * float(self.scale), indices).view_as(x)
+
+
+class OrderOfBuffer(NumberOfBuffer):
+    """A loop in the order that a buffer says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e in self.order.tolist():
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, self.experts[e](flat[token]) * weights[token, slot, None])
+        return out.view_as(x)
+
+
+def test_an_order_in_a_buffer_is_refused():
+    (block,) = hexa_fx.explain(OrderOfBuffer(), torch.randn(2, 7, D)).blocks
+    assert "which may change" in block.reason

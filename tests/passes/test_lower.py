@@ -1,14 +1,28 @@
-"""Lowering and fusion: which operators, how often, and that the graphs run."""
+"""Passes over graphs: einsums over three tensors, views of views, lowering, fusion and the unfused backward."""
 
 from collections import Counter
 
 import pytest
 import torch
+import torch.fx
+from torch import nn
 
+import hexa_fx
+from hexa_fx.capture import capture, record_of
+from hexa_fx.capture.functional import set_item
+from hexa_fx.capture.records import memory_of, nodes_by_call
 from hexa_fx.ir import FfnSpec
+from hexa_fx.observers import listening
+from hexa_fx.ops import program
 from hexa_fx.ops.program import FfnRequest
+from hexa_fx.ops.table_layers import static_of
+from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.lowering.fuse import FuseActivation
 from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
+from hexa_fx.passes.options import moe_ffn_without_esfk
+from hexa_fx.passes.rewrite import fold_rows, fold_views
+from tests.capture.run import run
+from tests.ops.reference import NAMES, Layer, layer
 
 GIVEN = frozenset({"x", "top_k_weights", "w1", "w2"})
 
@@ -72,3 +86,208 @@ def test_the_unfused_graph_runs():
         x, index, weights, w1, None, None, None, w2, None, "gelu", "none", [], "nk", "nk", False
     )
     torch.testing.assert_close(y, expected)
+
+
+T, E, I, D = 5, 3, 4, 6  # noqa: E741
+
+
+class Fused(nn.Module):
+    def __init__(self, equation: str, as_list: bool = False) -> None:
+        super().__init__()
+        self.weight, self.equation, self.as_list = nn.Parameter(torch.randn(E, D, I)), equation, as_list
+
+    def forward(self, hidden: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
+        given = (hidden, self.weight, combine)
+        return torch.einsum(self.equation, list(given)) if self.as_list else torch.einsum(self.equation, *given)
+
+
+class Around(nn.Module):
+    def __init__(self, fused: Fused) -> None:
+        super().__init__()
+        self.fused, self.first, self.last = fused, nn.Linear(I, I), nn.Linear(D, D)
+
+    def forward(self, hidden: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
+        return self.last(self.fused(self.first(hidden), combine))
+
+
+def einsums(captured) -> list[str]:
+    return [str(n.args[0]) for n in captured.graph.nodes if getattr(n.target, "__name__", "") == "einsum"]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_weight_meets_its_operand_first(as_list):
+    block = Around(Fused("tei, edi, te -> td", as_list))
+    inputs = torch.randn(T, E, I), torch.rand(T, E)
+    before = capture(block, inputs, {})
+    inside = {call.path: _operations(before, call) for call in before.calls}
+    after = canonicalize_block(before)
+    assert einsums(after) == ["tei,edi->ted", "ted,te->td"]
+    torch.testing.assert_close(run(after, *inputs), block(*inputs))
+    for call in after.calls:
+        expected = ["einsum", "einsum"] if call.path == "fused" else inside[call.path]
+        assert _operations(after, call) == expected, call.path
+
+
+def test_the_new_product_has_memory_of_its_own():
+    """It may be computed where a recorded value lay, whose memory is free again: its address tells them not apart."""
+    after = canonicalize_block(capture(Fused("tei,edi,te->td"), (torch.randn(T, E, I), torch.rand(T, E)), {}))
+    places = {node: record_of(node) for node in after.graph.nodes if node.op.startswith("call")}
+    assert len({record.storage for record in places.values()}) == len(places) == 2
+    assert all(record.storage != memory_of(record.value) for record in places.values())
+
+
+@pytest.mark.parametrize(
+    ("equation", "why"),
+    [
+        ("tei,edi,te->tedi", "nothing is summed over"),
+        ("...ei,edi,...e->...d", "dimensions that are not spelled out"),
+    ],
+)
+def test_left_alone(equation, why):
+    after = canonicalize_block(capture(Fused(equation), (torch.randn(T, E, I), torch.rand(T, E)), {}))
+    assert einsums(after) == [equation], why
+
+
+def _operations(captured, call) -> list[str]:
+    nodes = nodes_by_call(captured.graph)[call.number]
+    return [getattr(n.target, "__name__", n.target) for n in nodes if n.op not in ("get_attr", "placeholder")]
+
+
+def graph_of(*steps: tuple[object, ...], theirs: int = 1) -> torch.fx.Graph:
+    """x, then one call after the other; the first ``theirs`` are the user's."""
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    for number, (target, *args) in enumerate(steps):
+        node = (graph.call_function if callable(target) else graph.call_method)(target, (node, *args))
+        if number < theirs:
+            node.meta["from"] = "recorded"
+    graph.output(node)
+    return graph
+
+
+def run_on(graph: torch.fx.Graph, x: torch.Tensor) -> torch.Tensor:
+    return torch.fx.GraphModule({}, graph)(x)
+
+
+@pytest.mark.parametrize("first", [("reshape", -1), ("flatten",), ("contiguous",), ("view", -1)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_view_of_a_view_reads_the_source(first, transposed):
+    x = torch.arange(6).reshape(3, 2)
+    if transposed and first[0] != "view":
+        x = torch.arange(6).reshape(2, 3).t()
+    graph = graph_of(first, ("reshape", -1, 2))
+    expected = run_on(graph, x)
+    fold_views(graph)
+    graph.eliminate_dead_code()
+    assert [node.target for node in graph.find_nodes(op="call_method", target="reshape")] == ["reshape"]
+    assert torch.equal(run_on(graph, x), expected)
+
+
+@pytest.mark.parametrize("write", [("add_", 1), (set_item, 0, 7)])
+def test_what_was_written_to_is_read_where_it_was(write):
+    graph = graph_of(("reshape", -1), write, ("reshape", -1, 2), theirs=2)
+    expected = run_on(graph, torch.arange(6).reshape(2, 3).t())  # the first reshape copies
+    fold_views(graph)
+    assert torch.equal(run_on(graph, torch.arange(6).reshape(2, 3).t()), expected)
+    assert len(graph.find_nodes(op="call_method", target="reshape")) == 2
+
+
+def test_sorted_tokens_read_their_routing_as_it_is_given():
+    """The routing of transformers' grouped experts is flattened by their code, which takes any number of ids a token."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**sizes, **heads))
+    opt = hexa_fx.optimize(model, {"input_ids": torch.randint(0, 64, (2, 16))})
+    (graphs,) = opt.graphs.values()
+    assert "reshape" not in graphs.stage("rewrite").graph.counts
+    x = torch.randn(10, 32)
+    for width in (2, 3, 1):
+        ids, weights = torch.rand(10, 4).topk(width).indices, torch.rand(10, width)
+        experts, original = (m.model.layers[0].mlp.experts for m in (opt, model))
+        torch.testing.assert_close(experts(x, ids, weights), original(x, ids, weights))
+    assert opt.report.blocks[0].calls == (3, 0, {}, 3)
+
+
+def test_rows_that_inputs_already_are():
+    graph = graph_of(("reshape", -1, 2), theirs=0)
+    (x,) = graph.find_nodes(op="placeholder")
+    assert not fold_rows(graph, {x: torch.ones(3, 2)}, {4})
+    assert not fold_rows(graph, {x: torch.ones(2, 4)}, {2})
+    assert fold_rows(graph, {x: torch.ones(5, 3, 2)}, {2}) == {x}
+    assert len(graph.nodes) == 3
+    assert fold_rows(graph, {x: torch.ones(3, 2)}, {2}) == {x}
+    assert len(graph.nodes) == 2
+
+
+class Given(torch.nn.Module):
+    """Experts whose routing is made elsewhere, with as many of them as that says; the weights become a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(4, 8, 8)) for _ in range(2))
+
+    def forward(self, x, ids, weights):
+        h = torch.einsum("td,tkdi->tki", x, self.up[ids]).relu()
+        return (torch.einsum("tki,tkid->tkd", h, self.down[ids]) * weights[..., None]).sum(1)
+
+
+def test_another_number_of_experts_than_was_recorded_with():
+    x = torch.randn(12, 8)
+    given = {k: (x, torch.rand(12, 4).topk(k).indices, torch.rand(12, k)) for k in (2, 3, 1)}
+    original = Given()
+    opt = hexa_fx.optimize(original, given[2])
+    assert opt.report.rewritten, opt.report
+    for inputs in given.values():
+        torch.testing.assert_close(opt(*inputs), original(*inputs))
+    assert opt.report.blocks[0].calls.rewritten >= 2
+
+
+SPECS = (FfnSpec("silu", "concat"), FfnSpec("silu", "split", "kn", "kn"), FfnSpec("gelu", recompute_h=True))
+
+
+def separate(one: Layer) -> torch.Tensor:
+    x, *weights = one.operands
+    return moe_ffn_without_esfk(x, one.index, *weights, *static_of(one.spec))
+
+
+def gradients(one: Layer, y: torch.Tensor) -> list[torch.Tensor]:
+    return [y.detach(), *torch.autograd.grad(y.double().square().sum(), one.leaves())]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("frozen", [(), ("x",), ("w1", "b1"), ("w2", "b2", "top_k_weights")], ids="-".join)
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_values_and_gradients_stay(spec, frozen, tokens):
+    one = layer(spec, bias=True, tokens=tokens)
+    for name, t in zip(NAMES, one.operands, strict=True):
+        if t is not None and name in frozen:
+            t.requires_grad_(False)
+    for got, want in zip(gradients(one, separate(one)), gradients(one, one.run()), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_each_gradient_has_an_operator_of_its_own():
+    one, backward = layer(FfnSpec("silu", "concat"), bias=True), []
+    program.programs.cache_clear()
+    with listening(lambda event: event.name == "lower" and backward.append(str(event.graph))):
+        separate(one).sum().backward()
+    assert "esfk" not in backward[-1]
+    assert all(name in backward[-1] for name in ("hexa.ess", "hexa.estmm", "dx_rows"))
+
+
+def test_autocast_as_for_the_operator():
+    one = layer(FfnSpec("silu", "concat"), bias=True).to(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = separate(one), one.run()
+    assert got.dtype == want.dtype == torch.bfloat16
+    for a, b in zip(gradients(one, got), gradients(one, want), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_second_derivatives():
+    one, found = layer(FfnSpec("gelu"), bias=True), []
+    for y in (separate(one), one.loop()):
+        (dx,) = torch.autograd.grad(y.square().sum(), one.leaves()[:1], create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), one.leaves()))
+    torch.testing.assert_close(*found)

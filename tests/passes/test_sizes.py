@@ -1,4 +1,4 @@
-"""Conditions on sizes of what a block computes: asked at every call, in whatever layout its tokens come, or refused."""
+"""Conditions on sizes and limits on tokens: asked at every call, tried, or refused; a wait that never ends is ended."""
 
 import copy
 from collections.abc import Callable
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import hexa_fx
+from hexa_fx.isolation import trial_modes
 from hexa_fx.passes.inputs.fresh_inputs import ExampleSizes
-from tests.detect.mixture import D, E, Mixture
+from tests.detect.mixture import D, E, K, Mixture
 from tests.zoo.compare import compare, operators_run
 
 Tensor = torch.Tensor
@@ -98,6 +99,23 @@ def test_images_are_tried_in_other_numbers_where_their_size_is_fixed() -> None:
     assert "batch 1 alone: output 0" in report.reason
 
 
+class InSevens(Sentences):
+    """Cuts windows of seven tokens, within which it adds up; no size of a tensor tells them from sentences of seven."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.reshape(-1, 7, D)
+        weights, ids = self.router(windows).softmax(-1).topk(K)
+        gates = torch.zeros(*windows.shape[:-1], E, dtype=x.dtype).scatter(-1, ids, weights)
+        dense = torch.stack([expert(windows) for expert in self.experts], -1)
+        return torch.einsum("wtde,wte->wtd", dense, gates).cumsum(1).reshape(x.shape)
+
+
+def test_windows_as_long_as_the_example_are_no_sentences() -> None:
+    block, x = InSevens(ASKS["equal"]).double(), torch.randn(2, 7, D, dtype=torch.float64)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert compare(block, opt, (torch.randn(1, 14, D, dtype=torch.float64),)).within(1e-10), opt.report
+
+
 @pytest.mark.parametrize(
     ("shapes", "size", "expected"),
     [
@@ -164,3 +182,196 @@ def test_a_size_of_what_experts_give(rows_of: Callable[[Tensor], int], runs: boo
     assert calls.rewritten == 2
     (program,) = {each.program.source for each in block.forward.specialisations[:1]}
     assert ("self.experts" in program) == runs
+
+
+class Cut(Mixture):
+    """Experts have room for some tokens."""
+
+    room = 20000
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        return weights, ids
+
+    def kept(self, token: torch.Tensor) -> Any:
+        return token[: self.room]
+
+    def result(self, y: torch.Tensor, rows: int) -> torch.Tensor:
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choose(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            token, slot = self.kept(token), self.kept(slot)
+            out.index_add_(0, token, self.result(expert(x[token]), len(token)) * weights[token, slot, None])
+        return out
+
+
+def cutting(**members: Any) -> type[Cut]:
+    return type("Cutting", (Cut,), members)
+
+
+def whole(self: nn.Module, token: torch.Tensor) -> torch.Tensor:
+    return token
+
+
+def set_to_zero(self: Cut, y: torch.Tensor, rows: int) -> torch.Tensor:
+    y[self.room :] = 0
+    return y
+
+
+class AboveABuffer(Cut):
+    room = 300
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor(300))
+
+    def kept(self, token: torch.Tensor) -> Any:
+        return token if len(token) <= self.most else token[:0]
+
+
+class Bound(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clamp(-16384, 16384.0)
+
+
+class Bounded(Cut):
+    """What bounds numbers is no limit on tokens."""
+
+    kept = whole
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), Bound(), nn.Linear(8, D)) for _ in range(E))
+
+
+class ByPlace(Cut):
+    """No router can be made to choose otherwise."""
+
+    room = 600
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.arange(len(x))[:, None] % E
+        return torch.ones_like(ids, dtype=x.dtype), ids
+
+
+class ByThreshold(ByPlace):
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.bucketize(self.router(x)[:, :1].detach(), torch.tensor([-0.3, 0.0, 0.3]))
+        return torch.ones_like(ids, dtype=x.dtype), ids
+
+
+NOT_TRIED = {
+    "cut": Cut,
+    "left": cutting(
+        kept=lambda self, token: token[: min(len(token), self.room)] if len(token) < 2 * self.room else token[:0]
+    ),
+    "first part": cutting(kept=lambda self, token: token.split(self.room)[0]),
+    "scaled": cutting(kept=whole, result=lambda self, y, rows: y * (2e4 / max(rows, 2e4))),
+    "by place": ByPlace,
+    "by threshold": ByThreshold,
+}
+
+
+@pytest.mark.parametrize("block", NOT_TRIED.values(), ids=NOT_TRIED)
+def test_limits_that_are_not_tried_are_refused(block: type[Cut]) -> None:
+    (report,) = hexa_fx.explain(block().eval(), torch.randn(21, D)).blocks
+    assert report.status == "refused"
+    assert "the code cuts lists of tokens, or compares how many there are" in report.reason
+    assert report.location is not None
+
+
+TRIED = {
+    "last ones": cutting(room=300, kept=lambda self, token: token[-self.room :]),
+    "between places": cutting(room=300, kept=lambda self, token: token.tensor_split([self.room])[0]),
+    "too many": cutting(
+        room=300, kept=lambda self, token: token[left:] if (left := len(token) - self.room) > 0 else token
+    ),
+    "above a buffer": AboveABuffer,
+    "above a float": cutting(room=300, kept=lambda self, token: token if len(token) <= 300.5 else token[:0]),
+    "set to zero": cutting(room=300, kept=whole, result=set_to_zero),
+}
+
+
+@pytest.mark.parametrize("block", TRIED.values(), ids=TRIED)
+def test_more_tokens_are_tried_than_they_say(block: type[Cut]) -> None:
+    """They are so large that verification has no other reason to try as many."""
+    model = block()
+    wide = nn.ModuleList(nn.Sequential(nn.Linear(D, 2048), nn.GELU(), nn.Linear(2048, D)) for _ in range(E))
+    model.experts = wide
+    optimized = hexa_fx.optimize(copy.deepcopy(model), torch.randn(21, D))
+    tokens = torch.randn(1, D).expand(2 * model.room + 5, D).contiguous()
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(tokens), model(tokens))
+
+
+def test_bounds_of_features_are_no_limits() -> None:
+    optimized = hexa_fx.optimize(Bounded(), torch.randn(21, D))
+    with torch.no_grad():
+        assert operators_run(optimized, (torch.randn(17000, D),))
+
+
+def test_limits_that_were_tried_are_none() -> None:
+    model = Cut()
+    model.room = 100
+    optimized = hexa_fx.optimize(model, torch.randn(21, D))
+    assert operators_run(optimized, (torch.randn(500, D),))
+
+
+class Sinkhorn(nn.Linear):
+    """Balances costs until they change no more, which takes forever where they are far apart."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x)
+        cost, columns, before, change = scores.detach().exp(), torch.ones(E, dtype=x.dtype), 0.0, 1.0
+        while change > 1e-4:
+            rows = 1 / len(cost) / ((columns * cost).sum(1) + 1e-8)
+            columns = 1 / E / ((rows[:, None] * cost).sum(0) + 1e-8)
+            change, before = (before - columns).abs().mean(), columns
+        return scores + 0 * columns.sum()
+
+
+class Balanced(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Sinkhorn(D, E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x)[2]
+
+
+class Waits(Mixture):
+    """Does not end on what is made up for inputs beside the tokens either, in its own code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.detach().abs().max()
+        while scale > 20:
+            scale = scale + 0
+        return self.mix(x)[2]
+
+
+@pytest.mark.parametrize("block", [Balanced, Waits])
+def test_optimize_ends(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_modes, "MOST_CALLS", 5000)
+    torch.manual_seed(0)
+    model, x = block().double(), torch.randn(24, D, dtype=torch.float64)
+    opt = hexa_fx.optimize(copy.deepcopy(model), x)
+    (report,) = opt.report.blocks
+    if report.status == "rewritten":
+        assert operators_run(opt, (x,))
+    else:
+        assert "host decision" in report.reason
+    assert compare(model, opt, (x,)).within(1e-10)
+
+
+def test_a_run_that_does_not_end_says_so() -> None:
+    def waits() -> None:
+        number = torch.zeros(())
+        while number < 1:
+            number = number * 1
+
+    with trial_modes.Bounded(), pytest.raises(trial_modes.Endless, match="had not ended after 200000 calls of torch"):
+        waits()

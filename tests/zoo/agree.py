@@ -1,4 +1,4 @@
-"""A model and its optimized form on calls that it was not optimized on: for tests of single blocks."""
+"""A model and its optimized form on calls that it was not optimized on: that they agree, and that rewritten forwards ran."""
 
 from typing import Any
 
@@ -32,3 +32,19 @@ def rewritten(model: nn.Module, example: Any, *calls: Any, train: bool = True, t
     assert optimized.report.rewritten, str(optimized.report)
     agree(model, optimized, *calls, train=train, tolerance=tolerance)
     return optimized
+
+
+def own_code_runs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    """The blocks of an optimized model that are reported as rewritten and run their own code in a call in eval or train mode.
+
+    The model's mode stays as it was.
+    """
+    training, found = model.training, []
+    for train in (False, True):
+        before = {block.path: block.calls.rewritten for block in model.report.rewritten}
+        with torch.random.fork_rng(devices=[]):
+            model.train(train)(*args, **kwargs)
+        own = [block for block in model.report.rewritten if block.calls.rewritten <= before[block.path]]
+        found += [f"{block.name} in {'train' if train else 'eval'} mode ({dict(block.calls.own)})" for block in own]
+    model.train(training)
+    return found

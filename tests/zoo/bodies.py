@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.common import MLP, Mixture, SwiGLU, TopKGate
-from tests.zoo.variant import D, E, I, K, variant, weight
+from tests.zoo.variant import D, E, I, variant
 
 
 class LoRALinear(nn.Module):
@@ -104,10 +104,6 @@ def three_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, 16), nn.Tanh(), nn.Linear(16, D))
 
 
-def dropout_zero() -> nn.Module:
-    return nn.Sequential(nn.Linear(D, I), nn.GELU(), nn.Dropout(0.0), nn.Linear(I, D), nn.Dropout(0.0))
-
-
 class GeGLU(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -177,16 +173,6 @@ class ZeroAndIdentityExperts(Mixture):
         return out
 
 
-class ResidualMoE(Mixture):
-    def __init__(self) -> None:
-        super().__init__(MLP)
-        self.mlp, self.coefficient = MLP(), nn.Linear(D, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        coef = F.softmax(self.coefficient(x), dim=-1)
-        return super().forward(x) * coef[..., 0:1] + self.mlp(x) * coef[..., 1:]
-
-
 class Latent(Mixture):
     """The router sees the full space."""
 
@@ -207,15 +193,6 @@ class SharedPostNorm(Mixture):
         return self.norm(self.experts[e](x))
 
 
-class NormAround(Mixture):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + super().forward(self.norm(x))
-
-
 class WeightBefore(Mixture):
     def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
@@ -226,10 +203,9 @@ class WeightBefore(Mixture):
 
 
 class WeightBetween(Mixture):
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__(None)
-        self.up = nn.ModuleList(nn.Linear(D, I, bias=bias) for _ in range(E))
-        self.down = nn.ModuleList(nn.Linear(I, D, bias=bias) for _ in range(E))
+        self.up, self.down = (nn.ModuleList(nn.Linear(*size) for _ in range(E)) for size in ((D, I), (I, D)))
 
     def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
@@ -240,44 +216,10 @@ class WeightBetween(Mixture):
         return out
 
 
-class TiedUp(Mixture):
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Linear(I, D))
-        self.up = nn.Linear(D, I)
-
-    def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
-        return self.experts[e](F.relu(self.up(rows)))
-
-
 class SameExpertTwice(Mixture):
     def __init__(self) -> None:
         super().__init__(MLP)
         self.experts[3] = self.experts[1]
-
-
-class ClampedInterleaved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha, self.limit = 1.702, 1.5
-        self.router = nn.Linear(D, E)
-        self.gate_up_proj, self.gate_up_proj_bias = weight(E, D, 2 * I), weight(E, 2 * I)
-        self.down_proj, self.down_proj_bias = weight(E, I, D), weight(E, D)
-
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = hidden_states.reshape(-1, D)
-        top_value, indices = torch.topk(self.router(flat), K, dim=-1)
-        scores = F.softmax(top_value, dim=1, dtype=top_value.dtype)
-        out = torch.zeros_like(flat)
-        for e in range(E):
-            token, slot = torch.where(indices == e)
-            gate_up = flat[token] @ self.gate_up_proj[e] + self.gate_up_proj_bias[e]
-            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-            gate = gate.clamp(min=None, max=self.limit)
-            up = up.clamp(min=-self.limit, max=self.limit)
-            hidden = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-            y = hidden @ self.down_proj[e] + self.down_proj_bias[e]
-            out.index_add_(0, token, y * scores[token, slot, None])
-        return out.view(hidden_states.shape), scores
 
 
 class WiderOutput(Mixture):
@@ -327,7 +269,6 @@ VARIANTS = (
     variant("body_one_linear", Mixture, "one linear layer", make_expert=nn.Linear, in_features=D, out_features=D),
     variant("body_geglu", Mixture, "gelu-gated, up half first, biases", make_expert=GeGLU),
     variant("body_prelu", Mixture, "activation with a parameter per expert", make_expert=LearnedActivation),
-    variant("body_dropout_zero", Mixture, "dropout with p = 0", make_expert=dropout_zero),
     variant("body_dropout_active", Mixture, "dropout inside the expert", make_expert=DropoutActive),
     variant("body_half_frozen", Mixture, "first projection frozen", make_expert=HalfFrozen),
     variant("body_conv1x1", Mixture, "experts are 1x1 convolutions", "either", make_expert=Conv1x1Expert),
@@ -336,16 +277,11 @@ VARIANTS = (
     variant("around_shared_same_shape", SharedSameShape, "shared experts of the routed ones' shape"),
     variant("around_identity_expert", ZeroAndIdentityExperts, "ids past the experts return the token"),
     variant("around_zero_experts", ZeroAndIdentityExperts, "ids past the experts give zero", identity=False),
-    variant("around_residual_moe", ResidualMoE, "dense MLP and a learned coefficient"),
     variant("around_latent", Latent, "shared projections into and out of a latent space"),
     variant("around_post_norm", SharedPostNorm, "one norm for all experts' outputs, before the weights"),
-    variant("around_norm_residual", NormAround, "pre-norm and residual of the block"),
     variant("around_two_mixtures", TwoMixtures, "two mixtures in one module"),
     variant("weight_before", WeightBefore, "routing weight on the input"),
     variant("weight_between", WeightBetween, "routing weight between the projections, second bias unscaled"),
-    variant("weight_between_no_bias", WeightBetween, "routing weight between the projections", bias=False),
-    variant("tied_up_projection", TiedUp, "one up projection shared by all experts", "either"),
     variant("tied_same_expert_twice", SameExpertTwice, "one module twice in the list", "either"),
-    variant("body_clamped_interleaved", ClampedInterleaved, "clamped swiglu, interleaved, biases (gpt-oss)"),
     variant("body_wider_output", WiderOutput, "output wider than the input"),
 )

@@ -60,23 +60,6 @@ class ArgsortSplitUnsort(Mixture):
         return (unsorted * weights.unsqueeze(-1)).sum(1)
 
 
-class CumsumSlices(Mixture):
-    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        flat_indices = indices.flatten()
-        order = flat_indices.argsort()
-        ends = torch.bincount(flat_indices, minlength=E).cumsum(0).tolist()
-        sorted_tokens = flat.repeat_interleave(K, dim=0)[order]
-        sorted_out = torch.empty_like(sorted_tokens)
-        start = 0
-        for e, end in enumerate(ends):
-            if end > start:
-                sorted_out[start:end] = self.experts[e](sorted_tokens[start:end])
-            start = end
-        out = torch.zeros_like(sorted_out)
-        out[order] = sorted_out
-        return (out.view(-1, K, D) * weights[..., None]).sum(dim=1)
-
-
 class NumpyCounts(Mixture):
     """DeepSeek remote code, `moe_infer`: counts as numpy, outputs concatenated, `new_x[idxs] = outs`."""
 
@@ -105,42 +88,21 @@ class NumpyCounts(Mixture):
         return y.type(new_x.dtype).view(*orig_shape)
 
 
-class RepeatInterleaveMasks(Mixture):
-    """DeepSeek remote code in training: every token repeated k times, one flat boolean mask an expert."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        orig_shape = hidden_states.shape
-        flat = hidden_states.view(-1, D)
-        topk_weight, topk_idx = self.gate(flat)
-        flat_topk_idx = topk_idx.view(-1)
-        flat = flat.repeat_interleave(K, dim=0)
-        y = torch.empty_like(flat)
-        for i, expert in enumerate(self.experts):
-            y[flat_topk_idx == i] = expert(flat[flat_topk_idx == i]).to(flat.dtype)
-        return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1).view(*orig_shape)
-
-
 class GroupedMM(Mixture):
     """Sort, offsets by histogram and cumsum, `grouped_mm` on stacked weights, inverse permutation."""
 
-    def __init__(self, function: str = "torch._grouped_mm", gated: bool = True) -> None:
+    def __init__(self, function: str = "torch._grouped_mm") -> None:
         super().__init__(None)
         self.grouped_mm = torch._grouped_mm if function == "torch._grouped_mm" else F.grouped_mm
-        self.gated = gated
-        self.w1, self.w2 = weight(E, (2 if gated else 1) * I, D), weight(E, D, I)
+        self.w1, self.w2 = weight(E, 2 * I, D), weight(E, D, I)
 
     def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         ids = indices.reshape(-1)
         order = torch.argsort(ids)
         counts = torch.histc(ids.float(), bins=E, min=0, max=E - 1)
         offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        h = self.grouped_mm(flat[order // K], self.w1.transpose(-2, -1), offs=offs)
-        if self.gated:
-            gate, up = h.chunk(2, dim=-1)
-            h = F.silu(gate) * up
-        else:
-            h = F.relu(h)
-        y = self.grouped_mm(h, self.w2.transpose(-2, -1), offs=offs)
+        gate, up = self.grouped_mm(flat[order // K], self.w1.transpose(-2, -1), offs=offs).chunk(2, dim=-1)
+        y = self.grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=offs)
         y = y * weights.reshape(-1)[order].unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel())
@@ -286,13 +248,9 @@ VARIANTS = (
     variant("sorted_split_counts", SplitByCounts, "split(counts.tolist()) twice, shared elementwise code between"),
     variant("sorted_split_of_chosen", SplitOfChosen, "the same with the weights of those experts alone that have rows"),
     variant("sorted_argsort_unsort", ArgsortSplitUnsort, "argsort, split, cat, inverse permutation", make_expert=MLP),
-    variant("sorted_argsort_unsort_gated", ArgsortSplitUnsort, "the same with gated experts"),
-    variant("sorted_cumsum_slices", CumsumSlices, "bincount and cumsum slices, slice writes into empty_like"),
     variant("sorted_numpy_counts", NumpyCounts, "counts as a numpy array (moe_infer)"),
-    variant("sorted_repeat_masks", RepeatInterleaveMasks, "repeat_interleave and flat boolean masks", normalize=False),
     variant("sorted_torch_grouped_mm", GroupedMM, "torch._grouped_mm (no float64)", dtypes=GROUPED),
     variant("sorted_f_grouped_mm", GroupedMM, "nn.functional.grouped_mm", dtypes=GROUPED, function="F.grouped_mm"),
-    variant("sorted_grouped_mm_ungated", GroupedMM, "grouped_mm, ungated relu experts", dtypes=GROUPED, gated=False),
     variant("sorted_gathered_bmm", GatheredBmm, "bmm over gathered per-token weights and biases"),
     variant("sorted_gathered_einsum", GatheredEinsum, "einsum over gathered per-token weights (gpt-fast)"),
     variant(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.common import MLP, Mixture, SwiGLU, experts
-from tests.zoo.variant import D, E, I, K, flat_tokens, variant, weight
+from tests.zoo.variant import D, E, I, K, variant, weight
 
 
 def capacity_of(tokens: int, factor: float, top_k: int = 1, minimum: int = 2) -> int:
@@ -229,27 +229,17 @@ class PrioritisedTop2(Mixture):
 
 
 class ExpertChoice(nn.Module):
-    def __init__(self, stacked: bool = True, tokens_per_expert: int = 2) -> None:
+    def __init__(self, tokens_per_expert: int = 2) -> None:
         super().__init__()
-        self.stacked, self.factor = stacked, tokens_per_expert
-        self.gate = nn.Linear(D, E, bias=False)
-        if stacked:
-            self.w1, self.w2 = weight(E, D, I), weight(E, I, D)
-        else:
-            self.experts = experts(MLP)
+        self.factor, self.gate = tokens_per_expert, nn.Linear(D, E, bias=False)
+        self.w1, self.w2 = weight(E, D, I), weight(E, I, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         scores = F.softmax(self.gate(flat), dim=-1)
         picked_scores, picked = torch.topk(scores.t(), min(self.factor, flat.shape[0]), dim=-1)
-        if self.stacked:
-            hidden = F.gelu(torch.bmm(flat[picked], self.w1))
-            out = torch.bmm(hidden, self.w2) * picked_scores.unsqueeze(-1)
-            return torch.zeros_like(flat).index_add(0, picked.flatten(), out.flatten(0, 1)).view(x.shape)
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            out[picked[e]] += expert(flat[picked[e]]) * picked_scores[e].unsqueeze(-1)
-        return out.view(x.shape)
+        out = torch.bmm(F.gelu(torch.bmm(flat[picked], self.w1)), self.w2) * picked_scores.unsqueeze(-1)
+        return torch.zeros_like(flat).index_add(0, picked.flatten(), out.flatten(0, 1)).view(x.shape)
 
 
 VARIANTS = (
@@ -269,7 +259,4 @@ VARIANTS = (
     variant("capacity_switch_drop", SwitchDropToZero, "capacity per sequence by cumsum, dropped tokens are zero"),
     variant("capacity_prioritised", PrioritisedTop2, "confident tokens queue first"),
     variant("capacity_expert_choice", ExpertChoice, "experts choose tokens, stacked weights", "either"),
-    variant(
-        "capacity_expert_choice_list", ExpertChoice, "experts choose tokens, list", "either", flat_tokens, stacked=False
-    ),
 )

@@ -4,19 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.bodies import PreNormExpert, three_layers
+from tests.zoo.bodies import PreNormExpert
 from tests.zoo.common import MLP, Mixture, TopKGate, experts
 from tests.zoo.variant import D, E, I, K, variant, weight
-
-
-class ZeroGateMatrix(Mixture):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(x)
-        gates = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter_(-1, indices, weights)
-        out = 0
-        for e, expert in enumerate(self.experts):
-            out = out + gates[..., e : e + 1] * expert(x)
-        return out
 
 
 class ChosenAtRandom(Mixture):
@@ -231,11 +221,6 @@ class TokensThenExperts(Mixture):
         return torch.bmm(hidden, self.w_out)
 
 
-class WeightsThenExperts(TokensThenExperts):
-    def outputs(self, hidden: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
-        return self.second((hidden * combine.unsqueeze(-1)).transpose(0, 1)).sum(0)
-
-
 class TurnedByProduct(TokensThenExperts):
     def outputs(self, hidden: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
         return torch.einsum("etd,te->td", torch.einsum("tei,eid->etd", hidden, self.w_out), combine)
@@ -261,7 +246,6 @@ class ChosenBetween(TokensThenExperts):
 
 
 VARIANTS = (
-    variant("dense_zero_gate_matrix", ZeroGateMatrix, "every expert on every token, gate matrix with zeros"),
     variant("dense_stack_einsum", StackEinsum, "stack and einsum, a threshold keeps more than k on ties", "either"),
     variant("dense_stack_einsum_scatter", StackEinsum, "stack and einsum with a masked softmax", threshold=False),
     variant(
@@ -281,12 +265,6 @@ VARIANTS = (
         out_features=D,
     ),
     variant("dense_norm_on_sequences", MaskTimesExpert, "experts with norms, on (B, S, D)", make_expert=PreNormExpert),
-    variant(
-        "dense_deep_on_sequences",
-        ComputeAllGather,
-        "experts of three matrices, likewise",
-        make_expert=three_layers,
-    ),
     variant("dense_hard_pick_top1", HardPickTop1, "torch.where over the experts, no routing weight"),
     variant("dense_repeat_bmm_interleaved", RepeatBmmDenseWeights, "repeat, bmm, interleaved gate and up, biases"),
     variant(
@@ -295,7 +273,6 @@ VARIANTS = (
     variant("dense_chunks_split", ChunksOfExperts, "the same by split", cut="split"),
     variant("dense_chunks_narrow", ChunksOfExperts, "the same by narrow", cut="narrow"),
     variant("dense_tokens_then_experts", TokensThenExperts, "hidden rows (T, E, I) are turned into (E, T, I)"),
-    variant("dense_weights_then_experts", WeightsThenExperts, "the same, weighted before they are turned"),
     variant("dense_turned_by_product", TurnedByProduct, "the second product turns its rows itself"),
     variant("dense_turned_gate", TurnedGate, "gate (T, E, I) and up (E, T, I): only one is turned"),
     variant("dense_chosen_between", ChosenBetween, "all experts' first product, the second of the chosen ones"),

@@ -14,8 +14,8 @@ import transformers
 import hexa_fx
 from hexa_fx.errors import InputError
 from tests.integrations.test_tiny_models import types_with_experts
+from tests.zoo.agree import own_code_runs
 from tests.zoo.pages import print_or_write
-from tests.zoo.ran import own_code_runs
 
 MOST = 2**30
 """Bytes that a process may take for a type, Python's and torch's included."""

@@ -14,9 +14,9 @@ from torch import nn
 
 import hexa_fx
 from tests.zoo import families
+from tests.zoo.agree import own_code_runs
 from tests.zoo.compare import relative_error
 from tests.zoo.families import FAMILIES, Outcome
-from tests.zoo.ran import own_code_runs
 
 TRACED, SIZES = (2, 7), ((2, 7), (3, 5))
 

@@ -24,9 +24,9 @@ import torch
 
 from tests.zoo import dormant, judge_dormant, mutate, pattern_table, poor_examples
 from tests.zoo.compare import Difference, compare, is_finite, perturb
+from tests.zoo.judge_dormant import Verdict
 from tests.zoo.mutate import Mutant, mutant
 from tests.zoo.variant import Variant
-from tests.zoo.verdict import Verdict
 
 Judge: TypeAlias = Callable[[int, str], tuple[Verdict, str]]
 JUDGED = frozenset({"equal", "own code", "refused", "WRONG", "CRASH"})

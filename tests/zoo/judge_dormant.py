@@ -8,6 +8,7 @@ none, are not.
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from torch import nn
 from tests.zoo import pattern_table
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.dormant import Dormant, Feature, dormant, owners
-from tests.zoo.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant: ``invalid`` (its own code does not run or does not repeat itself), ``refused``, ``equal``, or
+    ``WRONG`` with the difference. `tests.zoo.judge_dormant` knows two more.
+    """
+
+    outcome: str
+    detail: str = ""
+
 
 SIZES = ((2, 7), (3, 5), (1, 1), (2, 16))
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4}

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.zoo.common import MLP, Mixture, SwiGLU, TopKGate, experts
 from tests.zoo.operators import add_rows
-from tests.zoo.variant import D, E, I, K, hidden_states, variant, weight
+from tests.zoo.variant import D, E, I, K, variant, weight
 
 
 class NoGradInference(nn.Module):
@@ -62,11 +62,6 @@ class OntoShared(Mixture):
 
     def start(self, flat: torch.Tensor) -> torch.Tensor:
         return self.shared(flat)
-
-
-class OntoInput(Mixture):
-    def start(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.clone()
 
 
 class DetachedScaled(nn.Module):
@@ -181,29 +176,6 @@ class ProjectionModules(Mixture):
         return (back.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
 
 
-class MaskedTokens(Mixture):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        return self.mix(flat * mask.reshape(-1, 1), weights, indices).view(x.shape)
-
-
-class MaskedWeights(Mixture):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        return self.mix(flat, weights * mask.reshape(-1, 1), indices).view(x.shape)
-
-
-def with_mask(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tuple[Any, ...], dict]:
-    """Tokens, and a mask that is all ones for the seeds that blocks are optimized with."""
-    (x,), kwargs = hidden_states(batch, seq, dtype, seed)
-    mask = torch.ones(batch, seq, dtype=dtype)
-    if seed > 1:
-        mask = (torch.rand(batch, seq, generator=torch.Generator().manual_seed(seed)) < 0.6).to(dtype)
-    return (x, mask), kwargs
-
-
 class _AddLoss(torch.autograd.Function):
     """DeepSeek's way of adding an auxiliary loss: the output as it is, and a gradient of one for the loss."""
 
@@ -302,7 +274,6 @@ VARIANTS = (
     variant("library_no_grad_inference", NoGradInference, "eval mode under no_grad, other code in train mode"),
     variant("library_finite_assert", FiniteAssert, "asserts that numbers are finite"),
     variant("library_onto_shared", OntoShared, "added onto the shared expert's output in place"),
-    variant("library_onto_input", OntoInput, "added onto a copy of the input"),
     variant(
         "library_detached_scaled", DetachedScaled, "all experts on scaled tokens, detached, onto the shared expert"
     ),
@@ -316,15 +287,6 @@ VARIANTS = (
     variant("library_named_result", NamedResult, "returns a named tuple"),
     variant("library_multiplicative_bias", Mixture, "GEGLU with a multiplicative bias", make_expert=MultiplicativeBias),
     variant("library_projection_modules", ProjectionModules, "a module for each projection of all experts"),
-    variant(
-        "library_masked_tokens", MaskedTokens, "padding mask on the tokens, all ones on the example", inputs=with_mask
-    ),
-    variant(
-        "library_masked_weights",
-        MaskedWeights,
-        "padding mask on the weights, all ones on the example",
-        inputs=with_mask,
-    ),
     variant("library_loss_through_function", LossThroughFunction, "auxiliary loss by a custom backward"),
     variant("library_added_by_operator", AddedByOperator, "an operator of its own, written in Python, adds outputs up"),
     variant("library_padded_biases", PaddedBiases, "biases by rows, with a row of zeros for rows of no expert"),

@@ -58,17 +58,6 @@ class OneHotIndexAdd(nn.Module):
         return final.reshape(batch_size, sequence_length, hidden_dim), router_logits
 
 
-class SkipEmpty(Mixture):
-    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(flat)
-        for i in range(E):
-            token, slot = torch.where(indices == i)
-            if token.numel() == 0:
-                continue
-            out.index_add_(0, token, self.experts[i](flat[token]) * weights[token, slot].unsqueeze(-1))
-        return out
-
-
 class BooleanMaskTop1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,20 +73,6 @@ class BooleanMaskTop1(nn.Module):
             if mask.any():
                 out[mask] = expert(x[mask])
         return out * top_prob.unsqueeze(-1)
-
-
-class SlotsThenExperts(Mixture):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, d = x.shape
-        tokens = x.view(b * s, d)
-        weights, chosen = self.gate(tokens)
-        y = torch.zeros_like(tokens)
-        for slot in range(K):
-            for e in range(len(self.experts)):
-                mask = chosen[:, slot] == e
-                if mask.sum() > 0:
-                    y[mask] += weights[mask, slot].unsqueeze(1) * self.experts[e](tokens[mask])
-        return y.view(b, s, d)
 
 
 class AnyMaskThroughView(nn.Module):
@@ -140,18 +115,6 @@ class WriteThroughFlatView(Mixture):
         return out
 
 
-class IndexSelect(Mixture):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.flatten(0, 1)
-        weights, indices = self.gate(flat)
-        out = flat.new_zeros(flat.shape)
-        for e, expert in enumerate(self.experts):
-            rows, slots = (indices == e).nonzero(as_tuple=True)
-            selected = flat.index_select(0, rows)
-            out = out.index_add(0, rows, expert(selected) * weights[rows, slots].view(-1, 1))
-        return out.unflatten(0, x.shape[:2])
-
-
 class ScatterAdd(Mixture):
     def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
@@ -160,28 +123,6 @@ class ScatterAdd(Mixture):
             token, slot = where[:, 0], where[:, 1]
             y = self.experts[e](flat[token]) * weights[token, slot][:, None]
             out.scatter_add_(0, token[:, None].expand(-1, D), y)
-        return out
-
-
-class UniqueExperts(Mixture):
-    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(flat)
-        for e in torch.unique(indices).tolist():
-            token, slot = torch.where(indices == e)
-            out[token] += self.experts[e](flat[token]) * weights[token, slot, None]
-        return out
-
-
-class DictOfExperts(Mixture):
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.experts = nn.ModuleDict({f"expert_{i}": MLP(act=nn.ReLU) for i in range(E)})
-
-    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(flat)
-        for i, (_, expert) in enumerate(self.experts.items()):
-            token, slot = torch.where(indices == i)
-            out[token] += expert(flat[token]) * weights[token, slot, None]
         return out
 
 
@@ -205,23 +146,16 @@ class StackedGateUp(Mixture):
 
 
 class StackedInOut(Mixture):
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__(None)
-        self.w1, self.w2 = weight(E, D, I), weight(E, I, D)
-        self.b1 = weight(E, I) if bias else None
-        self.b2 = weight(E, D) if bias else None
+        self.w1, self.w2, self.b1, self.b2 = weight(E, D, I), weight(E, I, D), weight(E, I), weight(E, D)
 
     def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e in range(E):
             token, slot = torch.where(indices == e)
-            h = flat[token] @ self.w1[e]
-            if self.b1 is not None:
-                h = h + self.b1[e]
-            y = F.gelu(h, approximate="tanh") @ self.w2[e]
-            if self.b2 is not None:
-                y = y + self.b2[e]
-            out[token] += y * weights[token, slot, None]
+            h = F.gelu(flat[token] @ self.w1[e] + self.b1[e], approximate="tanh")
+            out[token] += (h @ self.w2[e] + self.b2[e]) * weights[token, slot, None]
         return out
 
 
@@ -293,15 +227,6 @@ class DictOfLists(Mixture):
         return out
 
 
-class TokenByToken(Mixture):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(x)
-        rows = []
-        for t in range(x.shape[0]):
-            rows.append(sum(weights[t, s] * self.experts[indices[t, s].item()](x[t]) for s in range(K)))
-        return torch.stack(rows)
-
-
 class PerSlotGather(Mixture):
     def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         outputs = torch.zeros(flat.shape[0], K, D, dtype=flat.dtype)
@@ -315,25 +240,12 @@ VARIANTS = (
     variant("loop_where_plus_assign", WherePlusAssign, "torch.where and += on rows (mistral reference style)"),
     variant("loop_onehot_index_add", OneHotIndexAdd, "one-hot mask and index_add_, returns router logits"),
     variant("loop_onehot_hit_only", OneHotIndexAdd, "the same over hit experts only", hit_only=True),
-    variant("loop_skip_empty", SkipEmpty, "continue when an expert is empty", make_expert=MLP, act=nn.SiLU),
     variant("loop_boolean_mask_top1", BooleanMaskTop1, "top-1, boolean masks, weight after the loop"),
-    variant("loop_slots_then_experts", SlotsThenExperts, "double loop over slots and experts", make_expert=MLP),
     variant("loop_any_mask_dense_gate", AnyMaskThroughView, "(idx == e).any(-1) with a dense gate matrix"),
     variant("loop_write_through_view", WriteThroughFlatView, "output written through a view of its buffer"),
-    variant(
-        "loop_index_select",
-        IndexSelect,
-        "index_select and out-of-place index_add",
-        make_expert=MLP,
-        act=nn.Tanh,
-        normalize=False,
-    ),
     variant("loop_scatter_add", ScatterAdd, "scatter_add with an expanded index, biased gated experts", bias=True),
-    variant("loop_unique_tolist", UniqueExperts, "hit experts from unique().tolist()", make_expert=MLP),
-    variant("loop_module_dict", DictOfExperts, "experts in a ModuleDict"),
     variant("loop_stacked_gate_up", StackedGateUp, "stacked (E, 2I, D) weights"),
     variant("loop_stacked_in_out_bias", StackedInOut, "stacked (E, D, I) weights with biases"),
-    variant("loop_stacked_in_out", StackedInOut, "stacked (E, D, I) weights without bias", bias=False),
     variant("loop_function_experts", FunctionExperts, "experts are a function on parameter lists, relu squared"),
     variant("loop_packed_side_by_side", PackedSideBySide, "all experts in one 2-D weight, chunked"),
     variant("loop_permuted_mask_numel", PermutedMaskNumel, "numel() > 0, accumulation in the weights' dtype"),
@@ -347,5 +259,4 @@ VARIANTS = (
         make_expert=MLP,
         act=nn.SiLU,
     ),
-    variant("loop_token_by_token", TokenByToken, "one token at a time", inputs=flat_tokens, make_expert=MLP),
 )

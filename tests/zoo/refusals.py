@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.zoo.common import MLP, Mixture, SwiGLU, experts
 from tests.zoo.dense import MaskTimesExpert, TokensThenExperts
-from tests.zoo.variant import D, E, I, K, variant, weight
+from tests.zoo.variant import D, E, I, K, variant
 
 
 class BatchNormExpert(MLP):
@@ -21,22 +21,6 @@ class BatchNormExpert(MLP):
         if x.shape[0] < 2:  # BatchNorm wants two values in train mode
             return self.fc2(F.relu(self.fc1(x)))
         return self.fc2(F.relu(self.norm(self.fc1(x))))
-
-
-class SoftmaxOverTokens(MLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(torch.softmax(self.fc1(x), dim=0))
-
-
-class CumsumOverTokens(MLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.cumsum(dim=0))
-
-
-class CenteredTokens(SwiGLU):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = super().forward(x)
-        return h - h.sum(dim=0, keepdim=True) / max(1, h.shape[0])
 
 
 class SelfAttentionExpert(nn.Module):
@@ -193,21 +177,6 @@ class ScaledByNumber(Mixture):
         return self.experts[e](x) * (1.0 + 0.25 * e)
 
 
-class SoftMoE(nn.Module):
-    def __init__(self, slots: int = 2) -> None:
-        super().__init__()
-        self.slots = slots
-        self.phi = weight(E * slots, D)
-        self.experts = experts(MLP)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = x @ self.phi.t()
-        dispatch, combine = logits.softmax(dim=1), logits.softmax(dim=2)
-        slots = (dispatch.transpose(1, 2) @ x).unflatten(1, (E, self.slots))
-        outputs = torch.stack([expert(slots[:, e]) for e, expert in enumerate(self.experts)], dim=1)
-        return combine @ outputs.flatten(1, 2)
-
-
 class StraightThrough(Mixture):
     """Forward as top-k, backward as the dense mixture: only the gradients tell."""
 
@@ -231,17 +200,6 @@ class LeakedHidden(Mixture):
             penalty = penalty + hidden.abs().sum()
             out.index_add_(0, token, expert.fc2(hidden) * weights[token, slot, None])
         return out.view(x.shape), penalty
-
-
-class ProductOfExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(D, E), experts(MLP)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        log_gates = self.gate(x).log_softmax(dim=-1)
-        outputs = torch.stack([expert(x) for expert in self.experts], dim=-1)
-        return torch.logsumexp(outputs + log_gates.unsqueeze(-2), dim=-1)
 
 
 class CenteringMatrix(Mixture):
@@ -288,9 +246,6 @@ class ResidualStack(Committee):
 REFUSED = "refused"
 VARIANTS = (
     variant("refuse_batch_norm", Mixture, "BatchNorm over an expert's tokens", REFUSED, make_expert=BatchNormExpert),
-    variant("refuse_softmax_tokens", Mixture, "softmax over tokens", REFUSED, make_expert=SoftmaxOverTokens),
-    variant("refuse_cumsum_tokens", Mixture, "cumsum over tokens", REFUSED, make_expert=CumsumOverTokens),
-    variant("refuse_mean_subtraction", Mixture, "mean over tokens subtracted", REFUSED, make_expert=CenteredTokens),
     variant("refuse_self_attention", Mixture, "attention inside the expert", REFUSED, make_expert=SelfAttentionExpert),
     variant("refuse_reversed", Mixture, "order of the tokens reversed", REFUSED, make_expert=ReversedTokens),
     variant("refuse_rolled", Mixture, "neighbour in the queue mixed in", REFUSED, make_expert=RolledTokens),
@@ -323,10 +278,8 @@ VARIANTS = (
     variant("refuse_different_structures", DifferentStructures, "gated and ungated experts", "either"),
     variant("refuse_scaled_by_number", ScaledByNumber, "a constant per expert", "either"),
     variant("refuse_dropout_active", Mixture, "alpha dropout inside the expert", "either", make_expert=alpha_dropout),
-    variant("refuse_soft_moe", SoftMoE, "slots are averages of all tokens", REFUSED),
     variant("refuse_straight_through", StraightThrough, "straight-through gates: gradients differ", REFUSED),
     variant("refuse_leaked_hidden", LeakedHidden, "hidden activations used outside", REFUSED, make_expert=MLP),
-    variant("refuse_product_of_experts", ProductOfExperts, "log-sum-exp over experts", REFUSED),
     variant("refuse_committee", Committee, "an ensemble averaged: dense by nature", "either"),
     variant("refuse_residual_stack", ResidualStack, "a stack of equal layers", REFUSED),
 )

@@ -25,12 +25,6 @@ class Routed(Mixture):
         return weights, indices
 
 
-class Sigmoid(Routed):
-    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, indices = self.router(flat).sigmoid().topk(self.top_k, dim=-1)
-        return weights / (weights.sum(-1, keepdim=True) + 1e-20), indices
-
-
 class GroupLimited(Routed):
     groups, top_groups = 3, 2
 
@@ -87,42 +81,6 @@ class JitterNoise(Routed):
         return weights, indices
 
 
-class JitterInPlace(Routed):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = x * 1.0
-        if self.training:
-            hidden *= torch.empty_like(hidden).uniform_(0.9, 1.1)
-        return super().forward(hidden)
-
-
-class NoisyTopK(Routed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = nn.Linear(D, E, bias=False)
-
-    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.router(flat)
-        if self.training:
-            logits = logits + torch.randn_like(logits) * F.softplus(self.noise(flat))
-        top, indices = logits.topk(self.top_k, dim=-1)
-        return top.softmax(dim=-1), indices
-
-
-class WithLogits(Routed):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), self.router(x.reshape(-1, self.dim))
-
-
-class BalanceLoss(Routed):
-    def forward(self, x: torch.Tensor) -> Any:
-        flat = x.reshape(-1, self.dim)
-        probs = self.router(flat).softmax(dim=-1)
-        weights, indices = probs.topk(self.top_k, dim=-1)
-        density = F.one_hot(indices, E).to(x.dtype).mean(dim=(0, 1))
-        aux_loss = E * (density * probs.mean(dim=0)).sum()
-        return self.mix(flat, weights, indices).view(x.shape), aux_loss
-
-
 @dataclass
 class MoEOutput:
     """What `ZLossRecord` returns, as many code bases do."""
@@ -159,18 +117,6 @@ class LossOnSelf(Routed):
         return self.mix(flat, weights, indices).view(x.shape)
 
 
-class Top1Unnormalised(Routed):
-    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, indices = self.router(flat).softmax(dim=-1).max(dim=-1)
-        return weights[:, None], indices[:, None]
-
-
-class Top1WeightOne(Routed):
-    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, indices = self.router(flat).softmax(dim=-1).topk(1, dim=-1)
-        return weights / weights.sum(dim=-1, keepdim=True), indices
-
-
 class Detached(Routed):
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, indices = super().route(flat)
@@ -187,12 +133,6 @@ class Cosine(Routed):
         logits = logits * self.temperature.exp().clamp(max=100.0)
         weights, indices = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
         return weights, indices
-
-
-class MLPRouter(Routed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Sequential(nn.Linear(D, 9), nn.Tanh(), nn.Linear(9, E))
 
 
 class TopP(Routed):
@@ -238,13 +178,6 @@ class GivenRouting(Routed):
 class TaskRouter(Routed):
     def forward(self, x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
         weights, indices = self.route(task.reshape(-1, self.dim))
-        return self.mix(x.reshape(-1, self.dim), weights, indices).view(x.shape)
-
-
-class SequenceRouter(Routed):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.route(x.mean(dim=1))
-        weights, indices = (t.repeat_interleave(x.shape[1], dim=0) for t in (weights, indices))
         return self.mix(x.reshape(-1, self.dim), weights, indices).view(x.shape)
 
 
@@ -297,31 +230,22 @@ def ungated_top2(num_experts: int, top_k: int, dim: int = D, hidden: int = I) ->
 
 VARIANTS = (
     variant("router_softmax", Routed, "softmax then top-k, not normalised"),
-    variant("router_sigmoid", Sigmoid, "sigmoid scores, normalised"),
     variant("router_group_limited", GroupLimited, "groups first, then experts", num_experts=6),
     variant("router_bias_corrected", BiasCorrected, "a bias buffer chooses, the plain score weighs"),
     variant("router_bias_corrected_from_zero", BiasCorrected, "the bias is zero when optimized, later not", start=0.0),
     variant("router_balancing_bias", BalancingBias, "buffers updated in place in train mode"),
     variant("router_jitter", JitterNoise, "jitter on the router's input in train mode"),
-    variant("router_jitter_in_place", JitterInPlace, "jitter multiplied into the hidden states in place"),
-    variant("router_noisy_top_k", NoisyTopK, "trainable noise on the logits in train mode"),
-    variant("router_returns_logits", WithLogits, "returns router logits"),
-    variant("router_balance_loss", BalanceLoss, "returns a balance loss"),
     variant("router_z_loss_dict", ZLossDict, "returns a dict with z-loss and counts"),
     variant("router_z_loss_record", ZLossRecord, "returns a dataclass"),
     variant("router_loss_on_self", LossOnSelf, "leaves the loss on self: a side effect"),
-    variant("router_top1", Top1Unnormalised, "k = 1"),
-    variant("router_top1_weight_one", Top1WeightOne, "k = 1, weight always 1"),
     variant("router_detached", Detached, "no gradient into the router"),
     variant("router_cosine", Cosine, "cosine with temperature"),
-    variant("router_mlp", MLPRouter, "router of two layers"),
     variant("router_threshold", TopP, "small weights zeroed"),
     variant("router_sparse_mixer", SparseMixer, "two maskings (phimoe)"),
     variant("router_padding_mask", PaddingMask, "keyword argument masks padding", inputs=with_padding),
     variant("router_hash", HashRouter, "expert from the token id, no weights", inputs=with_ids),
     variant("router_given", GivenRouting, "routing is an argument", inputs=with_routing),
     variant("router_other_tensor", TaskRouter, "routing from another tensor", inputs=with_task),
-    variant("router_per_sequence", SequenceRouter, "one decision a sequence"),
     variant("router_float32", Float32Router, "router in float32, weights cast back"),
     variant("router_multinomial", RandomRouting, "experts drawn at random in train mode"),
     variant("shape_k_is_e", Routed, "k = E", num_experts=3, top_k=3),

@@ -20,9 +20,9 @@ import transformers
 from torch import nn
 
 import hexa_fx
+from tests.zoo.agree import own_code_runs
 from tests.zoo.compare import relative_error
 from tests.zoo.pages import print_or_write
-from tests.zoo.ran import own_code_runs
 
 WIDTH = 24
 SMALL = {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.common import MLP, Mixture, experts
-from tests.zoo.variant import D, E, I, K, flat_tokens, variant, weight
+from tests.zoo.variant import D, E, K, flat_tokens, variant
 
 Choice = tuple[torch.Tensor, torch.Tensor]
 """Tokens (n,) and the slots (n,) in which they chose an expert."""
@@ -102,26 +102,6 @@ class BestFirst(Cut):
             yield token, slot
 
 
-class CutSlices(Mixture):
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.up, self.down = weight(E, D, I), weight(E, I, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, index = self.gate(x)
-        capacity = max(2, int(0.7 * x.shape[0] * K / E))
-        ids = index.reshape(-1)
-        order = ids.argsort(stable=True)
-        counts = torch.bincount(ids, minlength=E)
-        place = torch.arange(ids.numel()) - (counts.cumsum(0) - counts)[ids[order]]
-        keep = place < capacity
-        order, expert, place = order[keep], ids[order][keep], place[keep]
-        room = x.new_zeros(E, capacity, D)
-        room[expert, place] = x[order // K]
-        y = torch.bmm(F.gelu(torch.bmm(room, self.up)), self.down)[expert, place]
-        return torch.zeros_like(x).index_add(0, order // K, y * weights.reshape(-1)[order, None])
-
-
 class PassesOn(Cut):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.gate.weight(x).softmax(-1).max(-1)
@@ -141,5 +121,4 @@ VARIANTS = (
     variant("truncated_keep_of_queue", KeepOfQueue, "a boolean for every choice, by expert", inputs=flat_tokens),
     variant("refuse_truncated_best_first", BestFirst, "topk decides between equal weights", "refused", flat_tokens),
     variant("truncated_pass_unchanged", PassesOn, "tokens over capacity stay as they are", inputs=flat_tokens),
-    variant("truncated_sorted_slices", CutSlices, "a boolean for each sorted row", inputs=flat_tokens),
 )

@@ -34,19 +34,6 @@ class NamedExperts(nn.Module):
         return y
 
 
-class MaskedScatter(Mixture):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(x)
-        out = torch.zeros_like(x)
-        for slot in range(K):
-            part = torch.zeros_like(x)
-            for e, expert in enumerate(self.experts):
-                mask = (indices[..., slot] == e).unsqueeze(-1).expand_as(x)
-                part.masked_scatter_(mask, expert(x.masked_select(mask).view(-1, D)))
-            out += part * weights[..., slot, None]
-        return out
-
-
 class Padded(Mixture):
     def __init__(self) -> None:
         super().__init__(None)
@@ -289,7 +276,6 @@ class OneOddOfMany(Mixture):
 
 VARIANTS = (
     variant("loop_named_experts", NamedExperts, "experts under names in a ModuleDict, masked_scatter"),
-    variant("loop_masked_scatter", MaskedScatter, "masked_select and masked_scatter_", make_expert=MLP),
     variant(
         "loop_one_hot_gates",
         OneHotGates,

@@ -267,35 +267,27 @@ class InFloat32(Looped):
 class LimitedSwiGLU(nn.Module):
     """Stacked experts on gathered rows, whose gate and up are limited before the activation."""
 
-    def __init__(self, gate: float | None = 0.8, up: float | None = 0.6) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.router = TopKGate()
-        self.gate_up, self.down = weight(E, D, 2 * I), weight(E, I, D)
-        self.gate_limit, self.up_limit = gate, up
+        self.router, self.gate_up, self.down = TopKGate(), weight(E, D, 2 * I), weight(E, I, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.router(x)
         ids = index.reshape(-1)
         gate, up = torch.bmm(x.repeat_interleave(K, 0).unsqueeze(1), self.gate_up[ids]).chunk(2, -1)
-        if self.gate_limit is not None:
-            gate = gate.clamp(max=self.gate_limit)
-        if self.up_limit is not None:
-            up = up.clamp(-self.up_limit, self.up_limit)
-        y = torch.bmm(F.silu(gate) * up, self.down[ids]).squeeze(1)
+        y = torch.bmm(F.silu(gate.clamp(max=0.8)) * up.clamp(-0.6, 0.6), self.down[ids]).squeeze(1)
         return (y.view(len(x), K, D) * weights.unsqueeze(-1)).sum(1)
 
 
 class Windows(nn.Module):
-    def __init__(self, flat: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.flat, self.gate = flat, nn.Linear(D, E, bias=False)
-        self.up, self.down = weight(E, D, I), weight(E, I, D)
+        self.gate, self.up, self.down = nn.Linear(D, E, bias=False), weight(E, D, I), weight(E, I, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         windows = x.reshape(-1, 7, D)
-        seen = windows.reshape(-1, D) if self.flat else windows
-        weights, index = self.gate(seen).softmax(-1).topk(K)
-        gates = torch.zeros(*seen.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights).view(-1, 7, E)
+        weights, index = self.gate(windows).softmax(-1).topk(K)
+        gates = torch.zeros(*windows.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights).view(-1, 7, E)
         hidden = F.gelu(torch.einsum("gsd,edi->gsei", windows, self.up))
         y = torch.einsum("gsei,eid,gse->gsd", hidden, self.down, gates)
         return y.cumsum(1).reshape(x.shape)
@@ -339,10 +331,7 @@ VARIANTS = (
     variant("weight_divided_outputs", DividesOutputs, "outputs are divided by the sum of weights", inputs=flat_tokens),
     variant("weight_two_factors", TwoFactors, "gathered outputs times a weight and a scale", inputs=flat_tokens),
     variant("body_limited_swiglu", LimitedSwiGLU, "gate and up within limits", inputs=flat_tokens),
-    variant("body_limited_gate", LimitedSwiGLU, "the gate below a limit", inputs=flat_tokens, up=None),
-    variant("body_limited_up", LimitedSwiGLU, "up within a limit", inputs=flat_tokens, gate=None),
     variant("shape_windows", Windows, "windows of tokens, as long as the sentences were", inputs=of_sevens),
-    variant("shape_windows_flat", Windows, "the same, routed token by token", inputs=of_sevens, flat=True),
     variant("around_adds_to_its_input", AddsToItsInput, "the residual is added into the input", inputs=flat_tokens),
     variant("around_adds_up_in_its_input", AddsUpInItsInput, "every expert adds to the input"),
     variant("around_adds_up_in_zeroed_input", AddsUpInZeroedInput, "the input's memory is used for the output"),
