@@ -52,7 +52,8 @@ class PackedTiles(Tiles):
     kind = family.PackedTile
 
     def rule(self, key: ProductKey) -> family.PackedTile:
-        return family.choose_tile(key.inner, int(key.kernel.option("block")), key.bucket)
+        converted = family.converts(key.kernel.arch, key.kernel.option("element"))
+        return family.choose_tile(key.inner, int(key.kernel.option("block")), key.bucket, converted)
 
     def candidates(self, key: ProductKey) -> list[family.PackedTile]:
         return family.candidates(key.inner, int(key.kernel.option("block")))

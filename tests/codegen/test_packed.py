@@ -14,7 +14,7 @@ from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.ops.table import Esmm, EsmmAct
 from hexa_fx.ops.table_layers import MoeFfnSources
-from tests.codegen.emulated import emulated  # noqa: F401
+from tests.codegen.emulated import emulated, launches_run_here  # noqa: F401
 from tests.cuda.cards import AMPERE, HOPPER
 from tests.gpu.cases import Routing, check_esmm_act, reference_esmm, reference_reindex, row_error
 
@@ -78,6 +78,23 @@ def weight(f, columns, k):
     ],
 )
 def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
+    check_products(f, dtype, k, n, tile)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_e4m3_is_converted_where_the_card_can(tmp_path, dtype):
+    with pytest.MonkeyPatch.context() as patch:
+        launches_run_here(patch, tmp_path, HOPPER)
+        check_products(FP8_BLOCK, dtype, 288, 200, None)
+        r, ((codes, scales), _) = routing("random"), weight(FP8_BLOCK, 128, 128)
+        codes.view(torch.uint8)[:, 5, 7] = 127  # not a number
+        esmm = Esmm(torch.randn(5, 128, dtype=dtype), codes, None, r.v, r.offs, r.top_k, "nk").plain
+        out = packed.streamed_esmm(PackedProduct(esmm, scales, None, FP8_BLOCK))
+        assert out.isnan().sum(0).tolist() == [0] * 5 + [r.n] + [0] * 122
+    cuda_choosing.forget_choices()
+
+
+def check_products(f, dtype, k, n, tile):
     (w, dense), bias = weight(f, n, k), torch.randn(E, n, dtype=dtype)
     for kind in IDS:
         r = routing(kind)
@@ -177,6 +194,10 @@ def test_what_is_left_to_other_ways(monkeypatch):
 
 def test_tiles_cover_the_depth():
     for k in (*range(32, 8193, 32), *range(8224, MOST_DEPTH + 1, 4096), MOST_DEPTH):
-        for tile in (choose_tile(k, 64, 0), choose_tile(k, 128, 0), *candidates(k, 64)):
+        for tile in (
+            choose_tile(k, 64, 0, False),
+            *(choose_tile(k, 128, 0, by) for by in (False, True)),
+            *candidates(k, 64),
+        ):
             assert tile.passes(k) <= max(1, -(-k // (2048 * tile.steps)))
             assert tile.warps_m * tile.warps_k <= 16

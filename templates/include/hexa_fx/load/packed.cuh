@@ -6,19 +6,27 @@
 //
 // A byte's two values, or its one, come from a table in shared memory with a column for each lane: no two lanes meet in a bank, and
 // the byte, as it lies in its word, makes the address with one instruction. Each line of the table is 256 bytes, of which the
-// first half is the table's.
+// first half is the table's. Where the device converts e4m3, that is used: four look-ups a word take as long as its bytes do to come.
 #pragma once
+#include <hexa_fx/ptx/fp8.cuh>
 #include <hexa_fx/ptx/packed.cuh>
 #include <hexa_fx/types/packed.cuh>
 
 namespace hexa {
+
+template <class T> __device__ unsigned pair_of_e4m3(unsigned two);
+template <> __device__ __forceinline__ unsigned pair_of_e4m3<__half>(unsigned two) { return halves_of_e4m3(two); }
+template <> __device__ __forceinline__ unsigned pair_of_e4m3<__nv_bfloat16>(unsigned two) {
+  const float2 x = unpack_e4m3(two);
+  return pack_bf16(x.x, x.y);
+}
 
 struct PackedTable {
   static constexpr int kLine = 256, kBytes = 256 * kLine;
 
   template <class C>
   static __device__ void fill(unsigned char* table, const unsigned (&values)[8]) {
-    for (int i = threadIdx.x; i < 256 * 8; i += C::kThreads) {
+    for (int i = threadIdx.x; i < (C::kConverts ? 0 : 256 * 8); i += C::kThreads) {
       const unsigned byte = i / 8, pair = pair_of<C>(byte, values);
       *reinterpret_cast<uint4*>(table + byte * kLine + i % 8 * 16) = make_uint4(pair, pair, pair, pair);
     }
@@ -26,8 +34,9 @@ struct PackedTable {
   // Values 2i and 2i + 1 of `word`.
   template <class C>
   static __device__ unsigned look_up(const unsigned char* table, unsigned word, int i, int lane) {
-    if constexpr (C::kBits == 4) return line(table, word, i, lane);
-    return __byte_perm(line(table, word, 2 * i, lane), line(table, word, 2 * i + 1, lane), 0x7610);
+    if constexpr (C::kConverts) return pair_of_e4m3<typename C::T>(word >> 16 * i & 0xffffu);
+    else if constexpr (C::kBits == 4) return line(table, word, i, lane);
+    else return __byte_perm(line(table, word, 2 * i, lane), line(table, word, 2 * i + 1, lane), 0x7610);
   }
 
  private:
