@@ -56,9 +56,9 @@ def decided_anew(captured: CapturedBlock, products: Iterable[Node], end: Node, r
 
 
 def calls_without(calls: Iterable[ModuleCall], nodes: Iterable[Node]) -> Iterator[ModuleCall]:
-    """Those that give results and inside of which none of the nodes lies."""
+    """Those that may stay calls: they give results, none of the nodes lies inside, and nothing is set for them before."""
     taken = {number for node in nodes for number in record_of(node).calls}
-    return (call for call in calls if call.number not in taken and nodes_in(call.output))
+    return (call for call in calls if call.number not in taken and nodes_in(call.output) and not call.prepared)
 
 
 def stored_outside_calls(captured: CapturedBlock, products: Iterable[Node]) -> tuple[StoredValue, ...]:
