@@ -236,8 +236,9 @@ def _trial(
 
 
 def _is_prepared(path: str, given_to: Collection[tuple[str, str]]) -> bool:
-    """Whether code outside of the module at ``path`` sets what code inside goes by: paths of who does, and of whom it is for."""
-    return any(is_within(to, {path}) and not is_within(by, {path}) for by, to in given_to)
+    """Whether a module around the one at ``path`` sets what code inside goes by: paths of who does, and of whom it is for."""
+    around = {by for by, to in given_to if is_within(to, {path}) and by != path}
+    return "" in around or is_within(path, around)
 
 
 def _met_among(tensors: set[int], recorder: Recorder) -> frozenset[str]:

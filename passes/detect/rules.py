@@ -107,8 +107,8 @@ def check_added(stored: Iterable[StoredValue], live: Collection[str]) -> None:
         if _is_left_by_calls(item, live):
             if item.place.container in added:
                 raise Refuse(
-                    f"the code adds to {item} before {next(iter(item.scopes))}, which is called as it is, uses it too, and the "
-                    "rewritten block would add to it last"
+                    f"the code adds to {item.place.container} before {next(iter(item.scopes))}, which is called as it is, uses it "
+                    "too, and the rewritten block would add to it last"
                 )
             continue
         if item.problem:
