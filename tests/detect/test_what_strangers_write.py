@@ -224,7 +224,7 @@ class Hashed(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledRows, ListedAhead, ScaledNorm, Folded, UpBeforeGate],
+    [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledRows, ListedAhead, ScaledNorm, UpBeforeGate],
     ids=lambda kind: kind.__name__,
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
