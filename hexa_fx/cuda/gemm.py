@@ -53,7 +53,7 @@ def esmm(o: table.Esmm) -> Tensor:
     if y is not None:
         return y
     o = _stored(o)
-    return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore
+    return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 def esmm_segment(o: table.Esmm, into: Segment) -> Tensor:
@@ -79,7 +79,7 @@ def esmm_act(given: table.EsmmAct) -> tuple[Tensor, Tensor]:
     """One launch, with second products on Hopper."""
     o = given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)) if isinstance(given, EsmmActLowRank) else given
     o = _both_biases(o)
-    return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore
+    return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_backward", "esmm_act_backward_low_rank")
