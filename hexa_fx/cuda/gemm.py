@@ -22,7 +22,7 @@ from hexa_fx.ir import Layout
 from hexa_fx.ops import library, table
 from hexa_fx.ops.products import activated, composed, differentiated, summed
 from hexa_fx.ops.rows import accumulate_dtype, flip
-from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
+from hexa_fx.ops.table_variants import WithSecond
 
 CUDA = library.Kernels("cuda")
 FAMILIES = (gemm_sm90, gemm_sm80)
@@ -49,11 +49,11 @@ def _launched(family: ModuleType | None, o: Any, **into: Any) -> Any:
 @cuda_kernel("esmm", "esmm_low_rank")
 def esmm(o: table.Esmm) -> Tensor:
     """One launch, with a second product on Hopper; elsewhere that takes another launch, and an addition."""
-    y = None if isinstance(o, EsmmLowRank) else low_rank_sm90.esmm(o)
+    y = None if isinstance(o, WithSecond) else low_rank_sm90.esmm(o)
     if y is not None:
         return y
     o = _stored(o)
-    return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore
+    return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 def esmm_segment(o: table.Esmm, into: Segment) -> Tensor:
@@ -77,9 +77,9 @@ def fused_segment(o: table.Esmm | table.EsmmAct | table.EsmmActBackward, into: S
 @cuda_kernel("esmm_act", "esmm_act_low_rank")
 def esmm_act(given: table.EsmmAct) -> tuple[Tensor, Tensor]:
     """One launch, with second products on Hopper."""
-    o = given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)) if isinstance(given, EsmmActLowRank) else given
+    o = given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)) if isinstance(given, WithSecond) else given
     o = _both_biases(o)
-    return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore
+    return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_backward", "esmm_act_backward_low_rank")
@@ -88,7 +88,7 @@ def esmm_act_backward(o: table.EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]
     o = _stored(o)
     if (family := family_of(o)) is not None:
         return _by_slot(o, *_launched(family, o))
-    if isinstance(o, EsmmActBackwardLowRank):
+    if isinstance(o, WithSecond):
         return differentiated(o, by=CUDA)
     return activate_backward(*o.to(table.ActivateBackward, da=gemm_sm80.esmm(o.to(table.Esmm, x=o.dy))))
 
@@ -100,7 +100,7 @@ def _stored(o: Stored) -> Stored:
     """With a view of the weight whose contiguous dimension is the last one, and C, if there is one, lying likewise."""
     weight, layout = as_stored(o.weight, o.layout)
     found = o._replace(weight=weight, layout=layout)
-    if not isinstance(o, EsmmLowRank | EsmmActBackwardLowRank):
+    if not isinstance(o, WithSecond):
         return found
     return found._replace(c=(o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous())
 

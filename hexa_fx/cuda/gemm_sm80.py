@@ -36,7 +36,7 @@ from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
-from hexa_fx.ops.table_variants import EsmmActLowRank, EsmmLowRank
+from hexa_fx.ops.table_variants import WithSecond
 
 FAMILY = "gemm_sm80"
 ADDS_ALIGNED = False
@@ -47,7 +47,7 @@ def takes(o: Any) -> bool:
     """Whether this family computes a product of `hexa_fx.ops.table` in one launch. For few rows dX wants lower tiles than dW."""
     if isinstance(o, Esfk):
         return bool(o.g.shape[0] and o.weight.numel()) and not has_few_rows(o.g.shape[0], o.offs)
-    return isinstance(o, Esmm | EsmmAct | Estmm) and not isinstance(o, EsmmLowRank | EsmmActLowRank)
+    return isinstance(o, Esmm | EsmmAct | Estmm) and not isinstance(o, WithSecond)
 
 
 class Sm80Tiles(Tiles):

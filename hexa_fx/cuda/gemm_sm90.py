@@ -17,7 +17,7 @@ from torch import Tensor
 from hexa_fx.codegen import family_gemm_sm90 as family
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
+from hexa_fx.cuda.operands import DTYPES, Into, Segment, aligned, constants_of, divided_by, has_few_rows
 from hexa_fx.cuda.places import MOST, listed, part_of, parts_of, places_of
 from hexa_fx.cuda.planning import Piece, TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import ProductKey, Tiles
@@ -25,7 +25,7 @@ from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
-from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
+from hexa_fx.ops.table_variants import WithSecond
 
 
 class Maps(NamedTuple):
@@ -68,16 +68,16 @@ def result_map(x: Tensor, tile: family.TileSm90, halves: int = 1) -> TensorMap:
 
 
 def added_maps(
-    added: Added | None, layout: Layout, tile: family.TileSm90, mixed: bool = False, in_staging: bool = False
+    added: WithSecond | None, layout: Layout, tile: family.TileSm90, mixed: bool = False, in_staging: bool = False
 ) -> dict[str, TensorMap | None]:
     """What a second product is read through, in the places of maps that row products have no use for. Zeros follow its columns,
     up to a step of the contraction, or to one wgmma's part of it `in_staging`.
     """
     if added is None:
         return {}
-    inner = family.INNER if in_staging else line(added.u)
+    inner, c3 = family.INNER if in_staging else line(added.u), getattr(added, "c3", None)
     c = mixed_map(added.c, tile.fetch) if mixed else weight_map(added.c, layout, tile.bn // 2, tile.fetch, inner)
-    up = None if added.c3 is None else weight_map(added.c3, layout, tile.bn // 2, inner=inner)
+    up = None if c3 is None else weight_map(c3, layout, tile.bn // 2, inner=inner)
     return {"p": rows_map(added.u, tile.row_box, inner), "q": c, "grad": up}
 
 
@@ -160,7 +160,7 @@ def takes(o: Any) -> bool:
     """Whether this family computes a product of `hexa_fx.ops.table`, and is the faster one for it."""
     if isinstance(o, Esmm):
         boxes = _in_whole_boxes(o.weight, o.layout)
-        return boxes and _takes(o.offs, (o.columns,), o.x, o.weight, *(_second_of(o) or ()), *_stored(o.bias))
+        return boxes and _takes(o.offs, (o.columns,), o.x, o.weight, *_factors(o), *_stored(o.bias))
     if isinstance(o, Estmm):
         both = o.x_index is not None and o.g_index is not None
         return not both and _takes(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g)
@@ -169,7 +169,7 @@ def takes(o: Any) -> bool:
         return bool(some) and _takes(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g, o.weight)
     if o.activation in ONLY_OTHERS or (o.activation, o.glu) == ("none", "none"):
         return False
-    second = _second_of(o) or ()
+    second = _factors(o)
     if isinstance(o, EsmmActBackward):
         return not has_few_rows(o.v.shape[0], o.offs) and _takes(o.offs, (o.inner,), o.dy, o.weight, o.h, *second)
     if not family.swaps("esmm_act", o.glu, o.layout) and has_few_rows(o.rows, o.offs):
@@ -229,7 +229,7 @@ def esmm_act(o: EsmmAct, into: Segment | None = None) -> tuple[Tensor, Tensor]:
     return into.out, into.act
 
 
-def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
+def _rows(op: str, o: EsmmAct, into: Segment, added: WithSecond | None) -> None:
     """One launch of a row product: h to ``out`` if it is kept, and a to ``act`` if it is given."""
     x, w1, layout, inner, (h, rows, last, act, _) = o.x, o.w1, o.layout, o.inner, into
     out = h if o.keep_h else None
@@ -253,7 +253,7 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
     leading = {"a_ld": x.stride()[0], "out_ld": o.width, "act_ld": 0 if act is None else inner}
     bias_ld = w1.shape[1] if layout == "nk" else w1.shape[2]
     tensors = {"a": x, "out": out, "act": act, "bias": bias, "bias_up": bias_up}
-    numbers = {"n": o.rows if last else 0, "K": x.shape[1], "N": inner, "R": 0 if added is None else added.rank}
+    numbers = {"n": o.rows if last else 0, "K": x.shape[1], "N": inner, "R": 0 if added is None else added.u.shape[1]}
     more = {**numbers, "bias_ld": bias_ld, "act_params": constants_of(o.activation, o.params)}
     _launch(kernel, tile, maps, o.v, o.offs, o.top_k, *places_of(w1, o.w3), **tensors, **leading, **more)
 
@@ -281,7 +281,7 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     maps = Maps(weight=weights, h=chunk_map(h), out=chunk_map(dh), act=chunk_map(a), **second)
     leading = {"a_ld": dy.stride()[0], "out_ld": dh.stride()[0], "act_ld": inner, "h_ld": h.stride()[0]}
     tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": parts}
-    sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.rank}
+    sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.u.shape[1]}
     more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "act_params": constants_of(o.activation, o.params)}
     _launch(kernel, tile, maps, o.v, o.offs, o.top_k, *places_of(weight), **tensors, **leading, **more)
     if dots is not None:
@@ -363,19 +363,22 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     return dx, dw, db
 
 
-def _second_of(o: Esmm | EsmmAct | EsmmActBackward) -> Added | None:
-    """A second product that is added to one."""
-    if isinstance(o, EsmmActLowRank):
-        return Added(o.u, o.c, o.c3)
-    return Added(o.u, o.c) if isinstance(o, EsmmLowRank | EsmmActBackwardLowRank) else None
+def _second_of(o: Any) -> WithSecond | None:
+    """The record, if a second product is added to its own."""
+    return o if isinstance(o, WithSecond) else None
 
 
-def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:
+def _factors(o: Any) -> tuple[Tensor | None, ...]:
+    """The operands of that product."""
+    return (o.u, o.c, getattr(o, "c3", None)) if isinstance(o, WithSecond) else ()
+
+
+def _low_rank(added: WithSecond | None) -> tuple[tuple[str, int], ...]:
     """Options of a kernel that adds a second product."""
     return (
         ()
         if added is None
-        else (("low_rank", min(ceil_div(added.rank, family.INNER), family.LINE_BYTES // 2 // family.INNER)),)
+        else (("low_rank", min(ceil_div(added.u.shape[1], family.INNER), family.LINE_BYTES // 2 // family.INNER)),)
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -76,31 +76,12 @@ class _Layer(NamedTuple):
         return self.backward_on("cuda", self.gradients, args)
 
 
-_LAYERS = (
-    _Layer("moe_ffn", MoeFfn, MoeFfnBackward, few_tokens),
-    _Layer("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward, streamed_layer),
-    _Layer("quantized_ffn", QuantizedFfn, QuantizedFfnBackward, lambda _: None, fp8.forward_on, fp8.backward_on),
-)
-PROGRAMS: dict[str, General] = {}
-"""What runs a layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
-for _layer in _LAYERS:
-    PROGRAMS[_layer.name] = _layer.inference
-    PROGRAMS[f"{_layer.name}_forward"] = _layer.training
-    PROGRAMS[f"{_layer.name}_backward"] = _layer.backward
-
 WHEN_NEW: dict[str, Callable[[tuple[Any, ...]], None]] = {}
 """What is told the operands of calls of a kind that was not seen before, by operator."""
 
-_known: dict[tuple[Any, ...], CallPlan | None] = {}
-"""None: seen once, or not to be planned. The latter are in `_general`, too."""
-_general: set[tuple[Any, ...]] = set()
-
-
-@on_forget
-def forget() -> None:
-    """Drops every plan."""
-    _known.clear()
-    _general.clear()
+_known: dict[tuple[Any, ...], CallPlan | Literal[False] | None] = {}
+"""None: seen once. False: not to be planned."""
+on_forget(_known.clear)
 
 
 def _call_forward(name: str, sizes: Sizes, general: General, *given: Any) -> Any:
@@ -121,16 +102,24 @@ def _call_backward(name: str, read: Sizes, general: General, *given: Any) -> Any
     return found
 
 
+PROGRAMS: dict[str, General] = {}
+"""What runs a layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
 LAYERS: dict[str, Callable[..., Any]] = {}
 """What runs a layer on plain CUDA tensors. It takes the general path, which checks its arguments where nothing has before, and then
 the layer's arguments, unchecked: of backward, h may be in a list, which is empty afterwards, and buffers may follow that gradients
 are added to, one or None for each differentiable operand after x.
 """
-for _layer in _LAYERS:
-    for _end in ("", "_forward"):
-        _name = _layer.name + _end
-        LAYERS[_name] = partial(_call_forward, _name, _layer.record.pick("top_k_index", "w1"))
+for _layer in (
+    _Layer("moe_ffn", MoeFfn, MoeFfnBackward, few_tokens),
+    _Layer("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward, streamed_layer),
+    _Layer("quantized_ffn", QuantizedFfn, QuantizedFfnBackward, lambda _: None, fp8.forward_on, fp8.backward_on),
+):
+    _sizes = _layer.record.pick("top_k_index", "w1")
+    for _end, _run in (("", _layer.inference), ("_forward", _layer.training)):
+        PROGRAMS[_layer.name + _end] = _run
+        LAYERS[_layer.name + _end] = partial(_call_forward, _layer.name + _end, _sizes)
     _name = f"{_layer.name}_backward"
+    PROGRAMS[_name] = _layer.backward
     LAYERS[_name] = partial(_call_backward, _name, _layer.gradients.pick("v", "w1", "h"))
 
 
@@ -148,7 +137,7 @@ def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: 
     devices = tuple([t.device for t in tensors])
     key = (name, devices, float32_math(tensors[0].dtype), is_fixed(), library.kernel_generation, *kind)
     plan = _known.get(key)
-    if plan is None:
+    if not plan:
         if key not in _known and name in WHEN_NEW:
             WHEN_NEW[name](args)
         plan = _planned(name, flat, key)
@@ -167,9 +156,9 @@ def _planned(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan
     """The plan of a call, if it can be planned and its kernels are there; of a kind that was not seen before only with few tokens,
     which have kernels of their own (`hexa_fx.cuda.decode`): the first call gives the same bits as all others.
     """
-    if (key not in _known and not _has_few_tokens(name, args)) or key in _general or autotuning():
+    if _known.get(key) is False or (key not in _known and not _has_few_tokens(name, args)) or autotuning():
         if len(_known) >= _MOST:
-            forget()
+            _known.clear()
         return None
     try:
         first, *_ = args
@@ -181,7 +170,7 @@ def _planned(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan
         return None
     except KernelError as reason:
         log.debug("%s is launched operator by operator: %s", name, reason)
-        _general.add(key)
+        _known[key] = False
         return None
     _known[key] = plan
     return plan

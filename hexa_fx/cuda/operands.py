@@ -69,24 +69,6 @@ class Segment(NamedTuple):
     dots: Tensor | None = None
 
 
-class Added(NamedTuple):
-    """A second product that a row product adds in its accumulators, see `hexa_fx.ops.products`.
-
-    Args:
-        u: (n, r), rows in expert order.
-        c, c3: (E, N, r) or (E, r, N), as the weight they go with; contiguous.
-    """
-
-    u: Tensor
-    c: Tensor
-    c3: Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        """r."""
-        return self.u.shape[1]
-
-
 def constants_of(activation: str, params: Sequence[float]) -> tuple[float, float]:
     """The two constants of an activation in a kernel's arguments; 0 where it has none."""
     alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]

@@ -11,7 +11,7 @@ operators of their own.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from hexa_fx.ops.products import activated, differentiated, summed
 from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.table import Esmm, EsmmAct, routing_of
 from hexa_fx.ops.table_layers import MoeFfnSources
-from hexa_fx.ops.table_variants import EsmmActBackwardPacked, EsmmActPacked, EsmmLowRank, EsmmPacked, EsmmPackedLowRank
+from hexa_fx.ops.table_variants import EsmmActBackwardPacked, EsmmActPacked, EsmmPacked, EsmmPackedLowRank, Packed
 
 
 class PackedTiles(Tiles):
@@ -194,29 +194,9 @@ MOST_BYTES = 256 << 20
 _CHUNK = 8
 
 
-class ExpertGroup(NamedTuple):
-    """Some experts of a packed weight.
-
-    Args:
-        product: the dense one of these experts.
-        experts: which.
-        rows: how many they have if all experts have the same.
-        last: whether the last expert is one of them.
-    """
-
-    product: Esmm
-    experts: slice
-    rows: int
-    last: bool
-
-    def of(self, o: EsmmActPacked | EsmmActBackwardPacked, **more: Any) -> Any:
-        """The dense record of these experts, of an operator that does more with the product."""
-        own = o._replace(c=None if o.c is None else o.c[self.experts])
-        return own.dense(self.product.weight)._replace(offs=self.product.offs, **more)
-
-
-def parts(o: EsmmPacked) -> Iterator[ExpertGroup]:
-    """A packed product as dense ones of some experts each. The next one's matrices take the place of those before it.
+def by_groups(o: Packed, into: Segment, product: Callable[..., Any]) -> None:
+    """A packed product, and what belongs to it, as dense ones of some experts each, whose rows go ``into`` those of all. The next
+    one's matrices take the place of those before it.
 
     Raises:
         Unsupported: the unpacking kernel does not take the weight.
@@ -226,14 +206,17 @@ def parts(o: EsmmPacked) -> Iterator[ExpertGroup]:
     if reason:
         raise Unsupported(reason)
     scales = [scale.contiguous() for scale in o.scales]
-    groups = list(_groups(experts, rows * columns * o.x.element_size()))
-    buffer = o.x.new_empty((groups[0][1], rows, columns))
+    of_experts = {name: each.contiguous() for name in ("bias", "c") if (each := getattr(o, name, None)) is not None}
+    x, offs = into.out, o.offs  # type: ignore[attr-defined]
+    groups = list(_groups(experts, rows * columns * x.element_size()))
+    buffer = x.new_empty((groups[0][1], rows, columns))
     for first, end in groups:
         matrices = buffer[: end - first]
         unpack(format, o.packed[first:end], [scale[first:end] for scale in scales], matrices)
-        bias = None if o.bias is None else o.bias[first:end]
-        product = o.to(Esmm, weight=matrices, bias=bias, offs=o.offs[first : end + 1])
-        yield ExpertGroup(product, slice(first, end), ceil_div(o.rows * (end - first), experts), end == experts)
+        some = o._replace(**{name: each[first:end] for name, each in of_experts.items()})
+        share = ceil_div(into.rows * (end - first), experts)
+        dense = some.dense(matrices)._replace(offs=offs[first : end + 1])
+        product(dense, into=into._replace(rows=share, last=end == experts))
 
 
 def _why_not_unpacked(format: Format, packed: Tensor, rows: int, columns: int) -> str:
@@ -284,8 +267,7 @@ def esmm_packed(o: EsmmPacked) -> Tensor:
     if product is not None:
         return streamed_esmm(product)
     y: Tensor = o.results()
-    for part in parts(o):
-        esmm_segment(part.product, into=Segment(y, part.rows, part.last))
+    by_groups(o, Segment(y, o.rows, True), esmm_segment)
     return y
 
 
@@ -293,10 +275,9 @@ def esmm_packed(o: EsmmPacked) -> Tensor:
 def esmm_packed_low_rank(o: EsmmPackedLowRank) -> Tensor:
     if not _fuses(o, o.u):
         return summed(o, by=CUDA)
-    y, c = o.results(), o.c.contiguous()
-    for part in parts(o):
-        fused_segment(part.product.to(EsmmLowRank, u=o.u, c=c[part.experts]), into=Segment(y, part.rows, part.last))
-    return y  # type: ignore[no-any-return]
+    y: Tensor = o.results()
+    by_groups(o, Segment(y, o.rows, True), fused_segment)
+    return y
 
 
 @cuda_kernel("esmm_act_packed")
@@ -306,10 +287,8 @@ def esmm_act_packed(o: EsmmActPacked) -> tuple[Tensor, Tensor]:
         return streamed_esmm_act(few._replace(base=o.dense(o.packed)))
     if few is not None or not _fuses(o, o.u, o.activation):
         return activated(o, by=CUDA)
-    (h, a), o = o.results(), o._replace(c=contiguous(o.c))
-    for part in parts(o):
-        into = Segment(h, part.rows, part.last, a)
-        fused_segment(part.of(o, b1=part.product.bias), into=into)
+    h, a = o.results()
+    by_groups(o, Segment(h, o.rows, True, a), fused_segment)
     return h, a
 
 
@@ -317,11 +296,10 @@ def esmm_act_packed(o: EsmmActPacked) -> tuple[Tensor, Tensor]:
 def esmm_act_backward_packed(o: EsmmActBackwardPacked) -> tuple[Tensor, Tensor, Tensor]:
     if _of_few_rows(o.product) is not None or not _fuses(o.product, o.u, o.activation):
         return differentiated(o, by=CUDA)
-    (dh, a, dweights), o = o.results(), o._replace(c=contiguous(o.c))
+    dh, a, dweights = o.results()
     n, inner = a.shape
     dots = o.h.new_zeros((-(-inner // _NARROWEST), n), dtype=torch.float32)
-    for part in parts(o.product):
-        fused_segment(part.of(o), into=Segment(dh, part.rows, part.last, a, dots))
+    by_groups(o, Segment(dh, n, True, a, dots), fused_segment)
     if o.top_k_weights is None:
         return dh, a, dweights
     return dh, a, dots.sum(0).view(o.top_k_weights.shape).to(o.top_k_weights.dtype)

@@ -20,6 +20,7 @@ as often as it takes, and derived twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,24 +93,29 @@ def moe_ffn(
     return y
 
 
-def _given(tensors: Iterable[Any]) -> tuple[bool, ...]:
-    return tuple([t is not None for t in tensors])
-
-
 Layer = MoeFfn | MoeFfnSources
 Gradients = MoeFfnBackward | MoeFfnSourcesBackward
-_SOURCES = MoeFfnSources.differentiable
-_operands = {record: record.pick(*record.differentiable) for record in (MoeFfn, MoeFfnSources)}
-_operands_of_backward = {
-    record: record.pick("dy", *record.differentiable[1:]) for record in (MoeFfnBackward, MoeFfnSourcesBackward)
-}
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, Listed, type(None)})
 
 
-def forward_on(device: str, training: bool, o: Layer) -> Any:
-    """The forward program of a device type: y, for training also what backward needs. Arguments are not checked."""
+def _device_of(o: Layer | Gradients) -> str:
+    """Whose kernels run: plain torch's where a weight is a tensor of another class, which has no memory to point to."""
+    return o.w1.device.type if _PLAIN.issuperset([type(getattr(o, name)) for name in PARAMETERS]) else "any"
+
+
+def _given(o: Layer | Gradients) -> tuple[bool, ...]:
+    """Of each differentiable operand of a layer's forward, whether there is one. There is an x, which backward need not keep."""
+    _, *names = o.differentiable
+    return True, *[getattr(o, name) is not None for name in names]
+
+
+def forward_on(device: str | None, training: bool, o: Layer) -> Any:
+    """The forward program of a device type, by default the operands': y, for training also what backward needs. Arguments are not
+    checked.
+    """
     of_sources = isinstance(o, MoeFfnSources)
-    given = _given(_operands[MoeFfnSources if of_sources else MoeFfn](o))
-    found = programs(o.static, given, device, library.kernel_generation, () if training else None).forward(*o)
+    kind = o.static, _given(o), device or _device_of(o), library.kernel_generation
+    found = programs(*kind, () if training else None).forward(*o)
     if not training or not (of_sources or o.recompute_h):
         return found
     y, *kept = found
@@ -122,50 +128,26 @@ def forward_on(device: str, training: bool, o: Layer) -> Any:
     return y, h, *u, *left
 
 
-def backward_on(device: str, record: type[Gradients], args: Iterable[Any], fused: bool = True) -> list[Tensor]:
+def backward_on(device: str | None, record: type[Gradients], args: Iterable[Any], fused: bool = True) -> list[Tensor]:
     """The backward program of a device type. If h is in a list, it is freed after its last use. Buffers may follow the operands."""
     o, buffers = record.split(tuple(args))
     h: Any = o.h if o.h is None or isinstance(o.h, list) else [o.h]
-    given = _given(_operands_of_backward[record](o))
-    kind = o.static, given, device, library.kernel_generation
-    program = programs(*kind, tuple(o.needs), _given(buffers), fused)
+    kind = o.static, _given(o), device or _device_of(o), library.kernel_generation
+    program = programs(*kind, tuple(o.needs), tuple([buffer is not None for buffer in buffers]), fused)
     return list(program.backward(*o._replace(h=h), *buffers))
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, Listed})
-_weights = {
-    record: record.pick(*PARAMETERS) for record in (MoeFfn, MoeFfnSources, MoeFfnBackward, MoeFfnSourcesBackward)
-}
-
-
-def _device_of(x: Tensor, weights: Iterable[Tensor | None]) -> str:
-    """Whose kernels run: plain torch's where a weight is a tensor of another class, which has no memory to point to."""
-    plain = all(weight is None or type(weight) in _PLAIN for weight in weights)
-    return x.device.type if plain else "any"
-
-
-def _register(name: str, record: type[Layer], gradients: type[Gradients]) -> None:
+def _register(name: str, gradients: type[Gradients]) -> None:
     """Registers the kernels for any device of a layer's operators."""
-    weights, weights_of_backward = _weights[record], _weights[gradients]
-
-    def inference(o: Layer) -> Any:
-        return forward_on(_device_of(o.x, weights(o)), False, o)
-
-    def training(o: Layer) -> Any:
-        return forward_on(_device_of(o.x, weights(o)), True, o)
-
-    def backward(*args: Any) -> list[Tensor]:
-        dy, *_ = args
-        return backward_on(_device_of(dy, weights_of_backward(args)), gradients, args)
-
-    for end, run in (("", inference), ("_forward", training)):
+    for end, training in (("", False), ("_forward", True)):
+        run = partial(forward_on, None, training)
         library.kernel(f"{name}{end}", "any")(run)
         library.kernel(f"{name}_fixed{end}", "any")(in_fixed_order(run))
-    library.register_kernel(f"{name}_backward", "any", backward)
+    library.register_kernel(f"{name}_backward", "any", lambda *args: backward_on(None, gradients, args))
 
 
-_register("moe_ffn", MoeFfn, MoeFfnBackward)
-_register("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward)
+_register("moe_ffn", MoeFfnBackward)
+_register("moe_ffn_sources", MoeFfnSourcesBackward)
 
 
 _GIVEN = ("dy", *OPERANDS)

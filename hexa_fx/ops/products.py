@@ -145,7 +145,7 @@ def _of_esmm_packed(o: variants.EsmmPacked, needs: Any, g: Tensor) -> dict[str, 
 
 @library.kernel("esmm_low_rank", "any")
 @library.kernel("esmm_packed_low_rank", "any")
-def summed(o: variants.EsmmLowRank | variants.EsmmPacked, by: Any = _OPS) -> Tensor:
+def summed(o: table.Esmm | variants.EsmmPacked, by: Any = _OPS) -> Tensor:
     """A product, and a second one where there is one."""
     y: Tensor = (
         by.esmm_packed(*o.to(variants.EsmmPacked)) if isinstance(o, variants.EsmmPacked) else by.esmm(*o.to(table.Esmm))

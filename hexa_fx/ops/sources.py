@@ -61,13 +61,12 @@ def operands(args: Sequence[Any]) -> MoeFfnSources:
     other = flip(layout1)
     if first.layout == other or (up.weight is not None and up.layout == other):
         layout1, first, up = other, first.read_as(other), up.read_as(other)
-    tokens, biases = (o.x, o.top_k_index, o.top_k_weights), (o.b1, o.b3, o.b2)
-    weights = (first.weight, biases[0], up.weight, biases[1], down.weight, biases[2])
-    factors = (*first.factors, *up.factors, *down.factors)
-    packed = ([first.scale, up.scale, down.scale], first.scales, up.scales, down.scales)
-    formats = [first.format, up.format, down.format]
-    static = (o.activation, o.glu, o.params, layout1, down.layout, o.recompute_h)
-    return MoeFfnSources._make((*tokens, *weights, *factors, *packed, formats, *static))
+    given: dict[str, Any] = {"layout1": layout1, "layout2": down.layout}
+    for number, each in {"1": first, "3": up, "2": down}.items():
+        a, c = each.factors
+        given |= {f"w{number}": each.weight, f"a{number}": a, f"c{number}": c, f"s{number}": each.scales}
+    three = (first, up, down)
+    return o.to(MoeFfnSources, **given, alphas=[each.scale for each in three], formats=[each.format for each in three])
 
 
 class _Source(NamedTuple):

@@ -73,6 +73,10 @@ class EsmmActBackwardLowRank(EsmmActBackward):
     c: Annotated[Tensor, floating("E N r", layout="layout")]
 
 
+WithSecond = EsmmLowRank | EsmmActLowRank | EsmmActBackwardLowRank
+"""Records of products with a second one in the same accumulators."""
+
+
 class Packed(Operands):
     """An operand record with a packed weight."""
 

@@ -78,4 +78,4 @@ def test_a_step_of_swins_layers_on_two_devices_is_played_again(hopper: Cards, ca
         every = (torch.empty_like(y), x, [saved[0]], *saved[1:], *weights, top_k, *static, needs)
         cuda_layer.LAYERS["moe_ffn_backward"](hopper.run_general_backward, *every)
     assert hopper.general == 0
-    assert all(plan.workspace <= 257 * MIB for plan in cuda_layer._known.values() if plan is not None)
+    assert all(plan.workspace <= 257 * MIB for plan in cuda_layer._known.values() if plan)

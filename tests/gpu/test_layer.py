@@ -68,16 +68,14 @@ class Layer:
 
     def first(self) -> Tensor:
         """As the first call of its kind: operator by operator, or where tokens are few by a plan made for it."""
-        known, general = dict(cuda_layer._known), set(cuda_layer._general)
-        cuda_layer.forget()
+        known = dict(cuda_layer._known)
+        cuda_layer._known.clear()
         try:
             with torch.no_grad():
                 return self.run()
         finally:
             cuda_layer._known.clear()
             cuda_layer._known.update(known)
-            cuda_layer._general.clear()
-            cuda_layer._general.update(general)
 
     def record(self) -> None:
         """The two calls before the first that is played again."""
