@@ -16,6 +16,7 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.passes.canonicalize.size_origins import leading_sizes
 from hexa_fx.passes.detect.decisions import Condition, cuts_rows
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
@@ -35,7 +36,7 @@ from hexa_fx.passes.rewrite.kept_calls import (
     require_form,
 )
 from hexa_fx.passes.rewrite.own_code import own_code_limit
-from hexa_fx.passes.rewrite.region import RegionEmitter, leading_sizes
+from hexa_fx.passes.rewrite.region import RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import ELSEWHERE, called_in, is_within
@@ -344,8 +345,7 @@ def _given_as(node: Node) -> Node:
 def _roots_of(match: MoEMatch) -> list[Node]:
     """What the region is computed from, and what its result is written to."""
     written = [written_from(match.output)] if writes_outside(match.output) else []
-    sizes: list[Node] = []
-    torch.fx.map_arg(leading_sizes(match.output), sizes.append)
+    sizes = [size for size in leading_sizes(match.output) or () if isinstance(size, Node)]
     return [*_read_by(match), *written, *sizes]
 
 
