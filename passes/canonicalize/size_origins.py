@@ -81,6 +81,14 @@ def _dim_of(size: Node) -> Dim:
     return Dim(tensor, dim % dims_of(tensor))
 
 
+def leading_sizes(node: Node) -> list[Origin] | None:
+    """The sizes of a recorded tensor but for the last, if all are sizes of inputs, numbers that the code computes, or constants."""
+    behind = ancestors([node])
+    origins = _Origins([each for each in node.graph.nodes if each in behind])
+    found = [origins.of(Dim(node, dim)) for dim in range(dims_of(node) - 1)]
+    return None if any(isinstance(size, Dim) and size.tensor.op != "placeholder" for size in found) else found
+
+
 class _Origins:
     """What the sizes of recorded tensors are copies of, as far as that is certain for inputs of any sizes."""
 

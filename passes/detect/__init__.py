@@ -51,7 +51,9 @@ def detect_block(captured: CapturedBlock, prefer_earliest: bool = False, form: F
         form: how to read the experts.
     """
     try:
-        return _detect(captured, prefer_earliest, "free" if has_idle(captured) else form)
+        match = _detect(captured, prefer_earliest, "free" if has_idle(captured) else form)
+        match.decisions.conditions(opaque_nodes(captured, match.ends))  # what is refused for sure is known now
+        return match
     except Refuse as refusal:
         return refusal.at(captured.path)
 

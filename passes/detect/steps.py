@@ -72,13 +72,6 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Literal:
-    """A number that follows from the shapes of parameters."""
-
-    value: int | float | bool
-
-
-@dataclass(frozen=True)
 class OfExpert:
     """A parameter of the row's expert, as (E, *shape) of ``base``."""
 
@@ -106,7 +99,7 @@ class Copy:
     """The recorded operation on the new operands."""
 
 
-Role = TokenRows | RowFactor | RowCount | Outside | Shared | Literal | OfExpert | FromExpert | Product | Copy
+Role = TokenRows | RowFactor | RowCount | Outside | Shared | OfExpert | FromExpert | Product | Copy
 
 
 @dataclass(frozen=True)
@@ -401,9 +394,7 @@ class StepReader:
         node = column[self.run]
         value = record_of(node).value
         if not isinstance(value, torch.Tensor):
-            if isinstance(value, (int, float)) and all(record_of(n).value == value for n in column):
-                return Literal(value)
-            raise Refuse("experts use numbers that follow from parameters in different ways", node)
+            raise Refuse("the experts compute with a number that follows from their parameters", node)
         if self.tags[node].experts:
             return self._of_expert(column)
         if node.op == "get_attr":

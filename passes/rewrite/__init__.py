@@ -16,6 +16,7 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.passes.canonicalize.size_origins import leading_sizes
 from hexa_fx.passes.detect.decisions import Condition, cuts_rows
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
@@ -25,7 +26,6 @@ from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.kept_calls import (
     KeptNodes,
     decided_again,
-    decisions_of,
     keep,
     kept_routers,
     left_by_opened,
@@ -35,7 +35,7 @@ from hexa_fx.passes.rewrite.kept_calls import (
     require_form,
 )
 from hexa_fx.passes.rewrite.own_code import own_code_limit
-from hexa_fx.passes.rewrite.region import RegionEmitter, leading_sizes
+from hexa_fx.passes.rewrite.region import RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import ELSEWHERE, called_in, is_within
@@ -130,8 +130,7 @@ class _Rewriter:
         called = {call.path for call in kept.calls.values() if call.function is None}
         self.opened = left_by_opened(captured, called, self._stored())
         kept = keep(captured, self._roots(), outputs) if self.opened else kept
-        decisions = decisions_of(self.match)
-        while (conditions := decisions.conditions(decided_again(self.match, kept))) != self.conditions:
+        while (conditions := self.match.decisions.conditions(decided_again(self.match, kept))) != self.conditions:
             self.conditions = conditions  # to ask which, calls may have to be opened, of which more is asked
             kept = keep(captured, self._roots(), outputs)
         cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
@@ -344,8 +343,7 @@ def _given_as(node: Node) -> Node:
 def _roots_of(match: MoEMatch) -> list[Node]:
     """What the region is computed from, and what its result is written to."""
     written = [written_from(match.output)] if writes_outside(match.output) else []
-    sizes: list[Node] = []
-    torch.fx.map_arg(leading_sizes(match.output), sizes.append)
+    sizes = [size for size in leading_sizes(match.output) or () if isinstance(size, Node)]
     return [*_read_by(match), *written, *sizes]
 
 

@@ -31,7 +31,6 @@ from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.steps import (
     FreeBody,
     FromExpert,
-    Literal,
     OfExpert,
     Outside,
     Product,
@@ -159,8 +158,6 @@ class RowEmitter:
                 return self.outside(node)
             case Shared(name):
                 return self.graph.get_attr(name)
-            case Literal(value):
-                return self._call(operator.pos, value)
             case Product():
                 return self._product(role)
         return self._copy(node)

@@ -6,7 +6,6 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.fx
@@ -18,9 +17,10 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.records import reached
 from hexa_fx.ir import FfnSpec
 from hexa_fx.operations import kind, operation
+from hexa_fx.passes.canonicalize.size_origins import Dim, Origin, leading_sizes
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import Condition, is_check_of_numbers
-from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, is_tensor, traced
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, traced
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.slots import chosen_apart
@@ -224,45 +224,6 @@ def _has_gradient(node: Node, end: Node) -> bool:
 
 
 _keeps_order = ops.of("reshape view flatten contiguous")
-_keeps_sizes = ops.of(
-    "linear matmul mm bmm baddbmm addmm grouped_mm grouped_mm_fallback clone contiguous detach dropout softmax log_softmax "
-    "layer_norm rms_norm cumsum zeros_like empty_like ones_like full_like index_add scatter scatter_add index_copy index_put "
-    "set_item copy zero fill masked_scatter after view_as reshape_as expand_as segment_reduce"
-)
-
-
-def leading_sizes(node: Node) -> Node | tuple[Any, ...] | None:
-    """The input with all but the last size of ``node``, or these sizes as numbers and nodes; None if that cannot be told."""
-    leading = record_of(node).value.shape[:-1]
-    while node.op != "placeholder":
-        if not node.op.startswith("call"):
-            return None
-        if operation(node) in ("view", "reshape"):
-            sizes = tuple(flat(node.args[1:]))
-            return sizes[:-1] if len(sizes) == len(leading) + 1 else None
-        given = [n for n in _operands(node) if record_of(n).value.shape[:-1] == leading]
-        if not given:
-            return None
-        node = given[0]
-    return node
-
-
-def _operands(node: Node) -> list[Node]:
-    """Operands that give the result their leading sizes, if these are equal."""
-    tensors = [n for n in node.all_input_nodes if is_tensor(n)]
-    if operation(node) != "einsum":
-        return tensors if _keeps_sizes(node) or ops.works_on_each(node) or ops.casts(node) else []
-    terms, operands, result = einsum_of(node) or ([], [], "")
-    return [n for n, term in zip(operands, terms) if n in tensors and term[:-1] == result[:-1]]
-
-
-def flat(value: Any) -> Iterator[Any]:
-    """What lies in tuples and lists, however deep: sizes are given one by one or as one tuple."""
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from flat(item)
-    else:
-        yield value
 
 
 @dataclass
@@ -464,17 +425,21 @@ class RegionEmitter(RoutingEmitter):
             result = self.graph.call_method("to", (result, value.dtype))
         if value.dim() == 2:
             return result
-        leading = leading_sizes(self.match.output)
-        if isinstance(leading, tuple):
-            emitted = [self.outside[size] if isinstance(size, Node) else size for size in leading]
-            return self.graph.call_method("reshape", (result, *emitted, value.shape[-1]))
-        like = self._same_leading(value) if leading is None else self.outside[leading]
-        if like is None:  # one group of all tokens, (1, T, D), or a row each, (T, 1, D)
+        if (leading := leading_sizes(self.match.output)) is not None:
+            return self.graph.call_method("reshape", (result, *map(self._size, leading), value.shape[-1]))
+        if (like := self._same_leading(value)) is None:  # one group of all tokens, (1, T, D), or a row each, (T, 1, D)
             rows = max(reversed(range(value.dim() - 1)), key=lambda dim: value.shape[dim])
             ones = [-1 if dim == rows else 1 for dim in range(value.dim() - 1)]
             return self.graph.call_method("reshape", (result, *ones, value.shape[-1]))
         sizes = [self.graph.call_method("size", (like, d)) for d in range(value.dim() - 1)]
         return self.graph.call_method("reshape", (result, *sizes, value.shape[-1]))
+
+    def _size(self, size: Origin) -> Node | int:
+        if isinstance(size, Dim):
+            asked = self.outside[size.tensor], size.dim
+            known = (node for node in self.graph.find_nodes(op="call_method", target="size") if node.args == asked)
+            return next(known, None) or self.graph.call_method("size", asked)
+        return self.outside[size] if isinstance(size, Node) else size
 
     def _same_leading(self, value: torch.Tensor) -> Node | None:
         """A tensor of the block with the leading sizes of ``value``: the tokens, an input, or another, the latest first."""
