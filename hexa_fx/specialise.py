@@ -31,7 +31,7 @@ from hexa_fx.isolation.contents import Sandbox
 from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.read_values import alike, gradients_asked
-from hexa_fx.isolation.shadow import InPlace, put_apart, shadow_of
+from hexa_fx.isolation.shadow import FORWARD, PUT_ON, InPlace, put_apart, shadow_of
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
@@ -39,7 +39,7 @@ from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory import NO_MEMORY
 from hexa_fx.passes.preconditions import why_partitioned
 from hexa_fx.runtime.call_kinds import RefusedKind, said_of_sizes, why_not_analysed
-from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss, ReadMiss
 from hexa_fx.runtime.install import install, is_installed
 from hexa_fx.runtime.specialisation import Specialisation

@@ -267,7 +267,7 @@ class Sandbox:
 
     def restore(self) -> None:
         """Puts everything back."""
-        self._global.restore(lambda new: any(map(_is_result, new)))
+        self._global.restore(lambda new: any(map(is_result, new)))
         self._held.restore()
 
 
@@ -333,7 +333,8 @@ def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Hol
                 )
 
 
-def _is_result(value: Any) -> bool:
-    """Whether a value is a tensor, or a short list or dict of such."""
+def is_result(value: Any, kinds: tuple[type, ...] = (torch.Tensor,)) -> bool:
+    """Whether a value is of one of these kinds and no parameter, or a short list or dict of such."""
     inside = value if isinstance(value, (list, tuple)) else list(value.values()) if type(value) is dict else ()
-    return isinstance(value, torch.Tensor) or any(map(_is_result, inside[:16]))
+    of_kind = isinstance(value, kinds) and not isinstance(value, nn.Parameter)
+    return of_kind or any(is_result(item, kinds) for item in inside[:16])
