@@ -246,7 +246,8 @@ class Sandbox:
     """Lists, dicts and objects that modules hold and that lie behind global names of their code, as they are before a run, and all
     that their hooks keep and count in.
 
-    What runs put into globals is taken out if it holds tensors of theirs; caches and counters there stay, as after any call.
+    A context, at whose end it puts all of it back. What runs put into globals is taken out if it holds tensors of theirs; caches
+    and counters there stay, as after any call.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -266,6 +267,12 @@ class Sandbox:
         self._held = Contents([*held, *of_hooks, *_of_outside_modules(root, held)])
         users = [f.__globals__ for f in functions if is_users(module_name(f.__globals__))]
         self._global = Contents(_behind_names({id(each): each for each in (*namespaces_of(root), *users)}.values()))
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         """Puts everything back."""
