@@ -102,13 +102,9 @@ def analyse_model(
         most_tokens: of what a block is given that are kept as its example; None for all.
         cache: earlier analyses, which hold for blocks like theirs.
     """
-    effects = Sandbox(model)
     autocast: AbstractContextManager[object] = autocast_off() if spread else autocast_uncached()
-    try:
-        with autocast, gradients_kept(model):
-            return _analyse_model(model, example_inputs, config, inspector, spread, effects, most_tokens, cache)
-    finally:
-        effects.restore()
+    with Sandbox(model) as effects, autocast, gradients_kept(model):
+        return _analyse_model(model, example_inputs, config, inspector, spread, effects, most_tokens, cache)
 
 
 def _analyse_model(

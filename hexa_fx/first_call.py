@@ -24,10 +24,9 @@ from hexa_fx.capture.observe import NEVER_CALLED, ancestors_of_suspects
 from hexa_fx.contexts import attributes_set
 from hexa_fx.errors import HexaError
 from hexa_fx.isolation.module_tree import named_modules
-from hexa_fx.isolation.shadow import InPlace
+from hexa_fx.isolation.shadow import FORWARD, INSIDE_HOOK, PUT_ON, REPLICATE, InPlace, take_off
 from hexa_fx.runtime.call_kinds import why_not_analysed
-from hexa_fx.runtime.forward import FORWARD, INSIDE_HOOK, PUT_ON, REPLICATE, take_off
-from hexa_fx.runtime.guards import NoGlobals, SignatureOfOriginal, say_in_trace
+from hexa_fx.runtime.guards import say_in_trace
 from hexa_fx.torch_private import graph_break
 
 log = logging.getLogger(__name__)
@@ -65,9 +64,6 @@ class FirstCall(InPlace):
         path: its path in the model.
         shared: what all of the model's share.
     """
-
-    __signature__ = SignatureOfOriginal()
-    __globals__ = NoGlobals()
 
     def __init__(self, module: nn.Module, path: str, shared: Shared) -> None:
         self.own_forward, self._path, self._shared = module.__dict__.get(FORWARD), path, shared
@@ -155,13 +151,6 @@ class FirstCall(InPlace):
             yield
         finally:
             self._instead, own[FORWARD] = own.get(FORWARD), before
-
-    def replica(self) -> nn.Module:
-        """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""
-        module: Any = self.module
-        made: nn.Module = type(module)._replicate_for_data_parallel(module)
-        take_off(made, self, self.own_forward)
-        return made
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: vars(self)[name] for name in ("own_forward", "_path", "_shared")}

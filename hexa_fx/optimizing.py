@@ -24,7 +24,7 @@ from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock, RoutingSite
 from hexa_fx.isolation.module_tree import inside
-from hexa_fx.isolation.shadow import shadow_of
+from hexa_fx.isolation.shadow import PUT_ON, shadow_of
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache
 from hexa_fx.passes.kernel_requests import kernels_requested
@@ -43,7 +43,7 @@ from hexa_fx.passes.rewrite import in_own_dtypes
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.call_kinds import RefusedKind
-from hexa_fx.runtime.forward import PUT_ON, Analyst, HexaForward
+from hexa_fx.runtime.forward import Analyst, HexaForward
 from hexa_fx.runtime.install import install, installed_forward, is_installed, uninstall
 from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.source_kernels import request_kernels_of_sources

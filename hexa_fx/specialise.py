@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,7 @@ from hexa_fx.isolation.contents import Sandbox
 from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.read_values import alike, gradients_asked
-from hexa_fx.isolation.shadow import InPlace, put_apart, shadow_of
+from hexa_fx.isolation.shadow import FORWARD, PUT_ON, InPlace, put_apart, shadow_of
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
@@ -39,7 +39,7 @@ from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory import NO_MEMORY
 from hexa_fx.passes.preconditions import why_partitioned
 from hexa_fx.runtime.call_kinds import RefusedKind, said_of_sizes, why_not_analysed
-from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss, ReadMiss
 from hexa_fx.runtime.install import install, is_installed
 from hexa_fx.runtime.specialisation import Specialisation
@@ -60,6 +60,7 @@ _TOO_MANY = (
 )
 
 
+@dataclass(eq=False)
 class Specialiser:
     """What the blocks of one model are analysed with. Copies of the model share it; a pickle keeps the options.
 
@@ -71,15 +72,13 @@ class Specialiser:
         written: paths of blocks whose inputs are written to after the call.
     """
 
-    def __init__(
-        self,
-        config: HexaConfig,
-        finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock],
-        cache: StructureCache,
-        reports: dict[str, BlockReport],
-        written: frozenset[str] = frozenset(),
-    ) -> None:
-        self.config, self.finish, self.cache, self.reports, self.written = config, finish, cache, reports, written
+    config: HexaConfig
+    finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock]
+    cache: StructureCache
+    reports: dict[str, BlockReport]
+    written: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
         self._inspector = Inspector()
         self._around: set[str] = set()
         """Paths of modules around blocks, which are no blocks of their own unless they are rewritten."""
@@ -145,9 +144,10 @@ class Specialiser:
                     self._add(forward, analysis.rewritten)
                     is_said = len(forward.specialisations) == 1
                 if is_said:
-                    effects = Sandbox(module if analysis.captured is None else analysis.captured.block)
-                    report = describe(analysis.placed_in(module), same_as, self._inspector)  # runs the code once more
-                    effects.restore()
+                    with Sandbox(
+                        module if analysis.captured is None else analysis.captured.block
+                    ):  # its code runs once more
+                        report = describe(analysis.placed_in(module), same_as, self._inspector)
                     self.reports[forward.path] = replace(report, forward=forward)
                 if analysis.rewritten is not None:
                     return ""
@@ -212,17 +212,14 @@ class Specialiser:
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written, numbers=asked)
         if (known := cache.find(observation)) is not None:
             return moved_to(known, forward.path), known.path
-        effects = Sandbox(shadow)
-        try:
-            with (
-                collected_after(shadow),
-                compiled_as_python(),
-                gradients_kept(shadow),
-                kernels_requested(config.compute),
-            ):
-                return analyse_level(observation, config, cache, config.compute == "native")
-        finally:
-            effects.restore()
+        with (
+            Sandbox(shadow),
+            collected_after(shadow),
+            compiled_as_python(),
+            gradients_kept(shadow),
+            kernels_requested(config.compute),
+        ):
+            return analyse_level(observation, config, cache, config.compute == "native")
 
     def _shadow(self, forward: HexaForward, module: nn.Module) -> nn.Module:
         """What is analysed in the place of a block."""
@@ -236,16 +233,7 @@ class Specialiser:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.config, self.finish, self.reports, self.written)
-
-
-def _unpickled(
-    config: HexaConfig,
-    finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock],
-    reports: dict[str, BlockReport],
-    written: frozenset[str],
-) -> Specialiser:
-    return Specialiser(config, finish, StructureCache(), reports, written)
+        return Specialiser, (self.config, self.finish, StructureCache(), self.reports, self.written)
 
 
 def _asked(forward: HexaForward, miss: GuardMiss | None) -> Iterator[dict[str, float]]:

@@ -27,7 +27,7 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.ir import ContainerItem, Destination, ModuleAttribute, ObjectAttribute, SourceLocation
-from hexa_fx.isolation.contents import contents, is_as, put_back, same, taken
+from hexa_fx.isolation.contents import contents, is_as, is_result, put_back, same, taken
 from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
 from hexa_fx.isolation.module_state import ModuleSnapshot
 from hexa_fx.isolation.module_tree import inside, named_modules
@@ -338,8 +338,4 @@ def _is_known(now: Mapping[Any, Any], before: Mapping[Any, Any], names: Iterable
 
 def of_the_run(value: Any) -> bool:
     """Whether a value is a tensor, a number read from one, or a short list or dict of such."""
-    if isinstance(value, (list, tuple)):
-        return any(map(of_the_run, value[:16]))
-    if type(value) is dict:
-        return any(map(of_the_run, list(value.values())[:16]))
-    return isinstance(value, (torch.Tensor, *SYMBOLIC)) and not isinstance(value, nn.Parameter)
+    return is_result(value, (torch.Tensor, *SYMBOLIC))

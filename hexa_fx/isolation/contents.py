@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.lookup import (
+    LITERALS,
     MISSING,
     MODULE_STATE,
     PLAIN,
@@ -33,7 +34,8 @@ _DEEPEST = 6
 
 
 class Holder(NamedTuple):
-    """A list, dict, set, deque, class, object or variable, and the way there in words. ``grows``: what is new in it may stay."""
+    """A list, dict, set, deque, class, object or variable, and the way there in words. ``grows``: whether what is new
+    in it may stay."""
 
     label: str
     value: Any
@@ -73,7 +75,7 @@ class Contents:
         for holder, keys, values in changed:
             old, now = set(map(id, values)), contents(holder.value)
             if wanted([value for _, value in now if id(value) not in old]):
-                new = [item for item in now if item[0] not in keys] if holder.grows else []
+                new = (item for item in now if holder.grows and item[0] not in keys)
                 put_back(holder.value, [*zip(keys, values), *new])
         return [holder for holder, *_ in changed]
 
@@ -244,7 +246,8 @@ class Sandbox:
     """Lists, dicts and objects that modules hold and that lie behind global names of their code, as they are before a run, and all
     that their hooks keep and count in.
 
-    What runs put into globals is taken out if it holds tensors of theirs; caches and counters there stay, as after any call.
+    A context, at whose end it puts all of it back. What runs put into globals is taken out if it holds tensors of theirs; caches
+    and counters there stay, as after any call.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -258,17 +261,27 @@ class Sandbox:
         counting += [*map(vars, functions), *chain.from_iterable(map(_cells_of, hooks))]
         inside = (item for each in (*modules, *counting) for item in contents(each) if item[0] not in MODULE_STATE)
         lists = [inner for _, inner in inside if type(inner) in _LISTS]
-        of_hooks = [Holder("a hook", value) for value in (*counting, *lists)]
-        # they may be modules of the tree, which get rewritten forwards later
-        of_hooks += [Holder("a module with a hook", vars(module), grows=True) for module in modules]
+        of_hooks = (Holder("a hook", value) for value in (*counting, *lists))
+        # of modules nothing else: they may be some of the tree, which get rewritten forwards later
+        self._numbers = [(vars(module), _numbers_in(vars(module))) for module in modules]
         self._held = Contents([*held, *of_hooks, *_of_outside_modules(root, held)])
         users = [f.__globals__ for f in functions if is_users(module_name(f.__globals__))]
         self._global = Contents(_behind_names({id(each): each for each in (*namespaces_of(root), *users)}.values()))
 
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
     def restore(self) -> None:
         """Puts everything back."""
-        self._global.restore(lambda new: any(map(_is_result, new)))
+        self._global.restore(lambda new: any(map(is_result, new)))
         self._held.restore()
+        for own, before in self._numbers:
+            for name in _numbers_in(own).keys() - before.keys():
+                del own[name]
+            own.update(before)
 
 
 def namespaces_of(root: nn.Module) -> list[dict[str, Any]]:
@@ -333,7 +346,12 @@ def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Hol
                 )
 
 
-def _is_result(value: Any) -> bool:
-    """Whether a value is a tensor, or a short list or dict of such."""
+def _numbers_in(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in own.items() if isinstance(value, (torch.Tensor, *LITERALS))}
+
+
+def is_result(value: Any, kinds: tuple[type, ...] = (torch.Tensor,)) -> bool:
+    """Whether a value is of one of these kinds and no parameter, or a short list or dict of such."""
     inside = value if isinstance(value, (list, tuple)) else list(value.values()) if type(value) is dict else ()
-    return isinstance(value, torch.Tensor) or any(map(_is_result, inside[:16]))
+    of_kind = isinstance(value, kinds) and not isinstance(value, nn.Parameter)
+    return of_kind or any(is_result(item, kinds) for item in inside[:16])

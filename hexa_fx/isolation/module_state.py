@@ -29,10 +29,11 @@ class ModuleSnapshot:
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [module for _, module in named_modules(root)]
-        registries = {id(held) for module in self._modules for held in _dicts_at(module, REGISTRIES)}
-        dicts = [held for module in self._modules for held in _dicts_of(module)]
-        self._before: dict[int, dict[Any, Any]] = {id(held): held.copy() for held in dicts if held}
-        self._contents = Contents(Holder("", held, grows=id(held) in registries) for held in dicts)
+        holders = [Holder("", held, grows=True) for module in self._modules for held in _dicts_at(module, REGISTRIES)]
+        others = ((vars(module), *_dicts_at(module, _HOOKS)) for module in self._modules)
+        holders += [Holder("", held) for held in itertools.chain.from_iterable(others)]
+        self._contents = Contents(holders)
+        self._before: dict[int, dict[Any, Any]] = {id(held): held.copy() for _, held, _ in holders if held}
         buffers = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
         held = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
         self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,48 @@ _OWN_DICTS = tuple(name for name, value in vars(nn.Module()).items() if isinstan
 """Hooks, parameters, buffers and modules."""
 _COPIED_BYTES = 1 << 20
 """Of a single tensor that is copied."""
-_OF_OTHERS = ("_hf_hook", "_old_forward")
-"""What accelerate puts on a module whose weights it brings for a call: they are there while the block runs."""
 _REFERRING = (nn.Module, list, tuple, dict, types.MethodType)
 """Attributes by which an object may refer to modules without another object in between."""
-_REPLICATE = "_replicate_for_data_parallel"
-"""Which lies on a module's instance beside what stands in place of its forward."""
+FORWARD, REPLICATE = "forward", "_replicate_for_data_parallel"
+INSIDE_HOOK = "_old_forward"
+"""Where accelerate keeps the forward that it calls once it has brought the weights, or the inputs, to where they are needed."""
+
+PUT_ON = (FORWARD, INSIDE_HOOK, REPLICATE)
+"""Names of attributes of a module's instance under which a rewritten forward may lie."""
+_OF_OTHERS = ("_hf_hook", INSIDE_HOOK)
+"""What accelerate puts on a module whose weights it brings for a call: they are there while the block runs."""
+
+
+def take_off(block: nn.Module, forward: Any, original: Any) -> None:
+    """Puts ``original`` in the place of ``forward``: what the instance had of its own before, if anything."""
+    own = block.__dict__
+    own.pop(REPLICATE, None)
+    for slot in (FORWARD, INSIDE_HOOK):
+        if own.get(slot) is forward:
+            del own[slot]
+            if slot == INSIDE_HOOK:
+                own[slot] = type(block).forward.__get__(block)
+            elif original is not None:
+                own[slot] = original
+
+
+class SignatureOfOriginal:
+    """Descriptor that gives a `HexaForward` the ``inspect.signature`` of the forward it stands for."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature | None:
+        if instance is None:
+            return None
+        return inspect.signature(instance.own_forward or type(instance.module).forward.__get__(instance.module))
+
+
+class NoGlobals:
+    """``__globals__`` of a rewritten forward: `torch.jit.script` asks for it before it compiles a function's code."""
+
+    def __get__(self, forward: object, owner: type) -> NoReturn:
+        raise AttributeError(
+            "a forward that hexa_fx rewrote has no Python code of its own for torch.jit.script; call hexa_fx.undo_ on the model "
+            "first, or use torch.jit.trace, torch.export or torch.compile, which take it"
+        )
 
 
 class InPlace:
@@ -42,6 +79,8 @@ class InPlace:
     own_forward: Callable[..., Any] | None
     """The forward that the instance had of its own; None if it had the class's."""
     _module: weakref.ref[nn.Module]
+    __signature__ = SignatureOfOriginal()
+    __globals__ = NoGlobals()
 
     @property
     def module(self) -> nn.Module:
@@ -51,6 +90,13 @@ class InPlace:
     def is_copied(self, memo: Mapping[int, Any]) -> bool:
         """Whether the module is among the objects, by id, that were copied so far."""
         return id(self._module()) in memo
+
+    def replica(self) -> nn.Module:
+        """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""
+        module: Any = self.module
+        made: nn.Module = type(module)._replicate_for_data_parallel(module)
+        take_off(made, self, self.own_forward)
+        return made
 
     def reads_under(self) -> set[str]:
         """Names of attributes of the module that are there for this alone."""
@@ -95,12 +141,12 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
                         beside = nn.Parameter(beside.detach(), tensor.requires_grad)
                     tensors[id(tensor)] = beside
                 held[registry][name] = None if tensor is None else tensors[id(tensor)]
-        hooked = "forward" if "_old_forward" in held else ""
+        hooked = FORWARD if INSIDE_HOOK in held else ""
         without = {*_OF_OTHERS, hooked, *(left if module is block else ())}
         without.update(*(value.reads_under() for value in held.values() if isinstance(value, InPlace)))
         if isinstance(in_place := held.get("forward"), InPlace):
             held["forward"] = in_place.own_forward
-            without |= {_REPLICATE, "forward" if in_place.own_forward is None else ""}
+            without |= {REPLICATE, "forward" if in_place.own_forward is None else ""}
         for name in held.keys() - without:
             shadow.__dict__[name] = held[name] if name in _OWN_DICTS else rebound(held[name], shadows)
         if module is block and forward is not None:

@@ -19,14 +19,12 @@ from torch.utils import _pytree as pytree
 from hexa_fx.contexts import attributes_set, items_set
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
-from hexa_fx.isolation.shadow import InPlace
+from hexa_fx.isolation.shadow import FORWARD, INSIDE_HOOK, InPlace
 from hexa_fx.runtime.call_kinds import RefusedKind, call_kind, said_of_sizes, saving_is_counted
 from hexa_fx.runtime.guards import (
     ArgumentNames,
     GuardMiss,
-    NoGlobals,
     OwnCodeOnly,
-    SignatureOfOriginal,
     say_in_trace,
     without_frames,
 )
@@ -81,31 +79,10 @@ def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[No
         yield
 
 
-FORWARD, REPLICATE = "forward", "_replicate_for_data_parallel"
-INSIDE_HOOK = "_old_forward"
-"""Where accelerate keeps the forward that it calls once it has brought the weights, or the inputs, to where they are needed."""
-
-PUT_ON = (FORWARD, INSIDE_HOOK, REPLICATE)
-"""Names of attributes of a module's instance under which a rewritten forward may lie."""
-
-
 def slot_of(block: nn.Module) -> str:
     """Where the forward of a block lies: inside of accelerate's hook, if it has one."""
     own = vars(block)
     return INSIDE_HOOK if "_hf_hook" in own and INSIDE_HOOK in own else FORWARD
-
-
-def take_off(block: nn.Module, forward: Any, original: Any) -> None:
-    """Puts ``original`` in the place of ``forward``: what the instance had of its own before, if anything."""
-    own = block.__dict__
-    own.pop(REPLICATE, None)
-    for slot in (FORWARD, INSIDE_HOOK):
-        if own.get(slot) is forward:
-            del own[slot]
-            if slot == INSIDE_HOOK:
-                own[slot] = type(block).forward.__get__(block)
-            elif original is not None:
-                own[slot] = original
 
 
 logger = logging.getLogger(__name__)
@@ -131,9 +108,6 @@ class HexaForward(InPlace):
         original: the forward that the instance had of its own; None if it had the class's.
         analyst: analyses calls of other kinds; None if these run the original.
     """
-
-    __signature__ = SignatureOfOriginal()
-    __globals__ = NoGlobals()
 
     def __init__(
         self,
@@ -236,10 +210,7 @@ class HexaForward(InPlace):
         self.refused = (*(each for each in self.refused if not each.is_over), kind)
 
     def replica(self) -> nn.Module:
-        """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""
-        module: Any = self.module
-        made: nn.Module = type(module)._replicate_for_data_parallel(module)
-        take_off(made, self, self.own_forward)
+        made = super().replica()
         self._say("a replica of nn.DataParallel runs its own code; DistributedDataParallel runs the rewritten one")
         return made
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -350,22 +350,3 @@ def _apart(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield name, Form.of(value) if parts else value
     for part, (_, item) in parts.items():
         yield from _apart(part, item)
-
-
-class SignatureOfOriginal:
-    """Descriptor that gives a `HexaForward` the ``inspect.signature`` of the forward it stands for."""
-
-    def __get__(self, instance: Any, owner: type) -> inspect.Signature | None:
-        if instance is None:
-            return None
-        return inspect.signature(instance.own_forward or type(instance.module).forward.__get__(instance.module))
-
-
-class NoGlobals:
-    """``__globals__`` of a rewritten forward: `torch.jit.script` asks for it before it compiles a function's code."""
-
-    def __get__(self, forward: object, owner: type) -> NoReturn:
-        raise AttributeError(
-            "a forward that hexa_fx rewrote has no Python code of its own for torch.jit.script; call hexa_fx.undo_ on the model "
-            "first, or use torch.jit.trace, torch.export or torch.compile, which take it"
-        )

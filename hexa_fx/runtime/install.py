@@ -15,7 +15,8 @@ from torch import nn
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.runtime.forward import FORWARD, INSIDE_HOOK, REPLICATE, SMALL, Analyst, HexaForward, slot_of, take_off
+from hexa_fx.isolation.shadow import FORWARD, INSIDE_HOOK, REPLICATE, take_off
+from hexa_fx.runtime.forward import SMALL, Analyst, HexaForward, slot_of
 from hexa_fx.runtime.guards import OwnCodeOnly
 from hexa_fx.runtime.listed_experts import readers
 

@@ -73,7 +73,8 @@ def collected_after(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if (gc.isenabled() and torch.cuda.is_initialized()) or packed_parameters(model):
+        packed = isinstance(model, nn.Module) and packed_parameters(model)  # else the call says what is wrong
+        if packed or (gc.isenabled() and torch.cuda.is_initialized()):
             gc.collect()
         if aside:
             gc.unfreeze()
