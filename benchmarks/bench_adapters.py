@@ -22,14 +22,14 @@ import torch
 from bench_whole_models import timed
 from common import captured, steady
 from kept_rows import Row, answer, options_of, wait_for_kernels
+from launching import on_tensors, prebuild
 from peft import LoraConfig, get_peft_model
 from real_blocks import make, tokens_of
 from torch import Tensor, nn
 
 import hexa_fx
 from hexa_fx.codegen.family_gemm_sm90 import NARROW_CANDIDATES
-from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda.kernel import prebuild
+from hexa_fx.cuda import gemm_sm90
 from hexa_fx.ops.table import Esmm, Estmm
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -171,6 +171,7 @@ def product_rows(options: argparse.Namespace) -> Iterator[Row]:
         runs[name] = lambda operator=operator, record=record: operator(*record)
         if options.device == "cpu":
             continue
+        sm90 = on_tensors(gemm_sm90)
         product: Any = sm90.esmm if isinstance(record, Esmm) else sm90.estmm
         for tile in NARROW_CANDIDATES[1:]:
             label = f"{name}, {tile.bm}x{tile.bn}, {tile.stages} stages"

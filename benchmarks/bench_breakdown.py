@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from common import LARGE, SHAPES, MoeShape, routing, steady
 from kept_rows import keep, options_of
+from launching import prebuild
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.cuda import kernel as cuda_kernel
 
 Run = Callable[[], object]
 PRODUCTS = ("up", "down", "dA", "dW2", "dX", "dW1")
@@ -126,7 +126,7 @@ def main() -> None:
     for name in options.shapes.split(","):
         torch.manual_seed(0)
         found = launches(SHAPES[name])
-        cuda_kernel.prebuild(lambda f=found: [run() for each, (run, _) in f.items() if not each.startswith("dense")])
+        prebuild(lambda f=found: [run() for each, (run, _) in f.items() if not each.startswith("dense")])
         measured = {each: meter.measure(run) for each, (run, _) in found.items()}
         times = {each: milliseconds for each, (milliseconds, _, _) in measured.items()}
         times["dense dX + dW1"] = times["dense dX"] + times["dense dW1"]

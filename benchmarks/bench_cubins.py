@@ -73,10 +73,13 @@ def build_all(folder: Path) -> None:
 def cases() -> Iterator[Case]:
     """Name, shape and one launch of each; tensors of one case at a time."""
     from common import SHAPES, routing
+    from launching import on_tensors
 
     from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE, SWAPPED
-    from hexa_fx.cuda import gemm_sm90 as sm90
+    from hexa_fx.cuda import gemm_sm90
     from hexa_fx.ops.table import Esmm, EsmmAct, Estmm
+
+    sm90 = on_tensors(gemm_sm90)
 
     def sized(name: str) -> tuple[int, int, int, int, torch.Tensor, torch.Tensor]:
         shape = SHAPES[name]

@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 from common import SHAPES, medians
 from kept_rows import keep, options_of
+from launching import prebuild
 from layers import MIB, Weights, layer, make_weights, optimized_experts
 
 from hexa_fx.cuda import register as cuda_ops
-from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.ops import grad_sums, main_grad
 
 ROUNDS = 3

@@ -6,7 +6,8 @@ A layer is `hexa::moe_ffn_sources`. Each time is that of a CUDA graph that runs 
 they have weights and routings of their own, so that no weight is found in a cache. ``limit`` is the time in which the packed bytes
 of the experts that are reached can be read once, as fast as the card reads one large tensor. ``up`` and ``down`` are the products
 alone, the same way. ``error`` is ||out - ref|| / ||ref|| of the first layer against bf16 weights as they are unpacked. ``--tiles``
-times every tile of both products.
+times every tile of both products. ``humming_up`` and ``humming_down`` are Humming's products of as many rows and weights of its own
+in the same format, where it is installed: its rows are in expert order before, and no activation follows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from typing import Any
 from unittest import mock
@@ -22,13 +24,14 @@ from unittest import mock
 import torch
 from common import captured, steady
 from kept_rows import keep, options_of
+from launching import on_tensors, prebuild
+from peer_products import humming
 from torch import Tensor
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.codegen.family_packed import PackedTile, candidates
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import calls, choosing, packed
-from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.cuda.packed import PackedProduct, Streamed
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.jit import background
@@ -129,12 +132,12 @@ def up(layer: Layer, c: Call, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     s, (v, _, offs) = layer.shape, rows
     static: Any = (s.top_k, "nk", s.activation, s.glu, s.params, False)
     base = EsmmAct(c.x, layer.w1[0], layer.b1, None, None, v, offs, *static)
-    return packed.streamed_esmm_act(PackedProduct(base, layer.w1[1], None, s.format))[1]
+    return on_tensors(packed).streamed_esmm_act(PackedProduct(base, layer.w1[1], None, s.format))[1]
 
 
 def down(layer: Layer, a: Tensor, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     base = Esmm(a, layer.w2[0], layer.b2, None, rows[2], 1, "nk").plain
-    return packed.streamed_esmm(PackedProduct(base, layer.w2[1], None, layer.shape.format))
+    return on_tensors(packed).streamed_esmm(PackedProduct(base, layer.w2[1], None, layer.shape.format))
 
 
 def run_packed(layer: Layer, c: Call) -> Tensor:
@@ -187,6 +190,7 @@ def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, cach
         "down": lambda: [down(layer, c.a, c.rows) for layer, c in pairs],
     }
     prebuild(lambda: [step() for step in steps.values()])
+    steps |= peers(shape, calls)
     out, ref = run_packed(*pairs[0]).float(), run_dense(shape, cache["dense"][0], calls[0]).float()
     wait_for_builds()
     times = steady({key: captured(step) for key, step in steps.items()}, turns=options.turns)
@@ -202,6 +206,28 @@ def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, cach
     if options.tiles:
         row["tiles"] = tile_times(shape, pairs, count)
     return row
+
+
+def peers(shape: Shape, calls: list[Call]) -> dict[str, Callable[[], object]]:
+    """Humming's products, of weights that no other call has."""
+    columns = (2 if shape.glu != "none" else 1) * shape.inner
+    steps: dict[str, Callable[[], object]] = {}
+    try:
+        for name, width in (("up", columns), ("down", shape.model)):
+            runs = []
+            for c in calls:
+                v, _, offs = c.rows
+                runs.append(humming(shape.format.name, width, c.x[v // shape.top_k] if name == "up" else c.a, offs))
+            steps[f"humming_{name}"] = partial(_each, runs)
+    except Exception as error:  # not installed, or whatever it raises here
+        print(f"      no row of humming: {error!r}"[:300], flush=True)
+        return {}
+    return steps
+
+
+def _each(runs: list[Callable[[], object]]) -> None:
+    for run in runs:
+        run()
 
 
 def wait_for_builds() -> None:
@@ -275,7 +301,8 @@ def main() -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    times = " ".join(f"{key} {row[f'{key}_us']:7.1f}" for key in ("packed", "bf16", "up", "down", "limit"))
+    keys = ("packed", "bf16", "up", "down", "humming_up", "humming_down", "limit")
+    times = " ".join(f"{key} {row[f'{key}_us']:7.1f}" for key in keys if f"{key}_us" in row)
     bar = f"   bar {QWEN3_8_US}" if (row["shape"], row["format"], row["tokens"]) == ("qwen3-30b", "nf4", 8) else ""
     return f"{row['shape']:11s} {row['format']:9s} {row['tokens']:3d} tokens   us: {times}   error {row['error'] * 1e3:.2f}e-3{bar}"
 

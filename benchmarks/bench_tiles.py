@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from common import LARGE, SHAPES, MoeShape, medians, routing
 from kept_rows import keep, options_of
+from launching import on_tensors, prebuild
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.codegen.family_gemm_sm90 import CANDIDATES, TileSm90
 from hexa_fx.codegen.tuned import Problem, TunedTable
-from hexa_fx.cuda import calls
-from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda import kernel as cuda_kernel
+from hexa_fx.cuda import calls, gemm_sm90
 from hexa_fx.cuda.choosing import forget_choices
 from hexa_fx.cuda.product import ProductKey
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+
+sm90 = on_tensors(gemm_sm90)
 
 Product = Callable[[TileSm90], object]
 
@@ -91,7 +92,7 @@ def main() -> None:
         torch.manual_seed(0)
         chosen = {op: each for op, each in products(SHAPES[name]).items() if op in options.only.split(",")}
         if not rows:
-            cuda_kernel.prebuild(lambda c=chosen: [run(t) for op, (run, _) in c.items() for t in CANDIDATES[op]])
+            prebuild(lambda c=chosen: [run(t) for op, (run, _) in c.items() for t in CANDIDATES[op]])
         for op, (run, dense) in chosen.items():
             runs: dict[str, Callable[[], object]] = {"dense": dense}
             for tile in CANDIDATES[op]:

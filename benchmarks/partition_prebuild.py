@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.launching import prebuild as build
 from benchmarks.partition_shapes import MEMORY, SHAPES, UNEQUAL
 from benchmarks.partition_unequal import SETTINGS, tile, work
 from hexa_fx.distributed.geometry import Geometry
@@ -18,7 +19,6 @@ DEVICE = "cuda:0"
 
 def prebuild(worlds: Sequence[int], names: Sequence[str]) -> None:
     """Runs every product that the sections will run, in the sizes of every rank count, without launching anything."""
-    from hexa_fx.cuda.kernel import prebuild as build
 
     def run() -> None:
         for world in worlds:

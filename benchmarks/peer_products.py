@@ -1,4 +1,4 @@
-"""Single FP8 products of other packages, for `bench_fp8.py`."""
+"""Single products of other packages: FP8 ones for `bench_fp8.py`, packed weights' for `bench_packed.py`."""
 
 from __future__ import annotations
 
@@ -89,3 +89,38 @@ def _compare(found: Tensor, exact: Tensor) -> None:
 
 PEERS: dict[str, Callable[[Product], Callable[[], object]]] = {"deepgemm": deepgemm}
 """By name: makes a call of a product's operands."""
+
+
+_HUMMING: dict[str, dict[str, Any]] = {
+    "fp8_block": {"dtype": "float8e4m3", "group_size": BLOCK, "group_size_n": BLOCK},
+    "mxfp4": {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
+}
+"""Its weights by the names of our formats."""
+
+
+def humming(name: str, columns: int, x: Tensor, offs: Tensor) -> Callable[[], object]:
+    """Humming's product of rows in expert order and packed weights, of random numbers. Raises as `deepgemm` does.
+
+    Args:
+        name: of the weights' format.
+        columns: N of weights (E, N, K).
+        x: (n, K) bfloat16.
+        offs: (E + 1,), where the rows of experts begin.
+    """
+    experts, k = len(offs) - 1, x.shape[1]
+    new = importlib.import_module("humming.layer").HummingLayer
+    layer = new(columns, k, dict(_HUMMING[name]), num_experts=experts, torch_dtype=x.dtype).to(x.device)
+    weight = torch.randn(experts, columns, k, dtype=x.dtype, device=x.device) * k**-0.5
+    packed = layer.weight_schema.quant_tensor(weight, layer.weight_schema, x.dtype)
+    exact = layer.weight_schema.dequant_tensors(packed)
+    layer.load_from_tensors(packed)
+    layer.transform()
+    ends = offs.long()
+
+    def run() -> Tensor:
+        return layer(x, expert_layout=ends, compute_config={"gemm_type": "grouped_contiguous"})  # type: ignore[no-any-return]
+
+    most = int(offs.diff().argmax())
+    rows = slice(int(offs[most]), int(offs[most + 1]))
+    _compare(run()[rows], x[rows].float() @ exact[most].float().t())
+    return run

@@ -20,7 +20,6 @@ from hexa_fx.example_tokens import example_tokens
 from hexa_fx.first_call import let_go, put_on
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.isolation.size import collected_after
 from hexa_fx.optimizing import Part, analyse_and_install, as_finished, at_first_call
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.report import OFF, WAITS, OptimizationReport
@@ -64,7 +63,6 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
 
 
 @collecting
-@collected_after()
 @compiled_as_python()
 def optimize_(
     model: Model,
@@ -129,7 +127,6 @@ def optimize_(
 
 
 @collecting
-@collected_after()
 @compiled_as_python()
 def explain(
     model: nn.Module, example_inputs: ExampleInputs | None = None, config: HexaConfig | None = None

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.observe import NEVER_CALLED, ancestors_of_suspects
+from hexa_fx.contexts import attributes_set
 from hexa_fx.errors import HexaError
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.shadow import InPlace
@@ -48,22 +49,6 @@ class Shared:
     lock: Any = field(default_factory=threading.RLock)
     busy: int | None = None
     within: Any = field(default_factory=threading.local)
-
-    @contextmanager
-    def analysing(self) -> Iterator[None]:
-        self.busy = threading.get_ident()
-        try:
-            yield
-        finally:
-            self.busy = None
-
-    @contextmanager
-    def covered(self) -> Iterator[None]:
-        self.within.on = True
-        try:
-            yield
-        finally:
-            self.within.on = False
 
     def __getstate__(self) -> Analyse:
         return self.analyse
@@ -109,7 +94,7 @@ class FirstCall(InPlace):
                 log.warning(said, reason)
             else:
                 failed = self._analyse_call(module, args, kwargs)
-                with shared.covered():
+                with attributes_set(shared.within, on=True):
                     result = self._now(module, slot)(*args, **kwargs)
                 if failed is not None:  # though the call itself succeeded; else the next one is analysed
                     said = f"{self._path or 'the model'} runs its own code, since its first call could not be repeated"
@@ -143,7 +128,7 @@ class FirstCall(InPlace):
                 return None
             own, there = vars(module), {slot: vars(module)[slot] for slot in PUT_ON if slot in vars(module)}
             try:
-                with self._in_front(module), self._shared.analysing():
+                with self._in_front(module), attributes_set(self._shared, busy=threading.get_ident()):
                     self._shared.analyse(module, self._path, self.own_forward, copied(args), copied(kwargs))
             except HexaError:
                 let_go(module)

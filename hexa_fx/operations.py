@@ -90,6 +90,7 @@ MOVES = _row(
 )
 
 casts, views, moves = map(_predicate, (CASTS, VIEWS, MOVES))
+keeps_numbers = _predicate(CASTS | VIEWS)
 cuts, takes_part = map(_predicate, (CUTS, PARTS))
 scatters = _predicate(SCATTERS)
 

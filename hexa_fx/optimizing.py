@@ -25,7 +25,6 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock, RoutingSite
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.shadow import shadow_of
-from hexa_fx.isolation.size import collected_after
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache
 from hexa_fx.passes.kernel_requests import kernels_requested
@@ -50,6 +49,7 @@ from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.source_kernels import request_kernels_of_sources
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded
+from hexa_fx.sources.packed_parameters import collected_after
 from hexa_fx.specialise import Specialiser, undisturbed
 from hexa_fx.spread import Spread
 from hexa_fx.tracing import tracing
@@ -110,7 +110,7 @@ def at_first_call(
     """
     part, beside = replace(model, path=path), None
     try:
-        with undisturbed(), collected_after(), compiled_as_python():
+        with undisturbed(), collected_after(module), compiled_as_python():
             # here, since the parameters of a shadow may want gradients, too
             if is_elsewhere(module):
                 let_go(module)

@@ -32,7 +32,6 @@ from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.read_values import alike, gradients_asked
 from hexa_fx.isolation.shadow import InPlace, put_apart, shadow_of
-from hexa_fx.isolation.size import collected_after
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
@@ -44,6 +43,7 @@ from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
 from hexa_fx.runtime.guards import GuardMiss, ReadMiss
 from hexa_fx.runtime.install import install, is_installed
 from hexa_fx.runtime.specialisation import Specialisation
+from hexa_fx.sources.packed_parameters import collected_after
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class Specialiser:
         effects = Sandbox(shadow)
         try:
             with (
-                collected_after(),
+                collected_after(shadow),
                 compiled_as_python(),
                 gradients_kept(shadow),
                 kernels_requested(config.compute),

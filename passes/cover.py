@@ -29,7 +29,16 @@ from hexa_fx.observers import announced
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect import Form, MoEMatch, detect_block
 from hexa_fx.passes.detect.decisions import is_size
-from hexa_fx.passes.detect.graph import adds_dimension, ancestors, descendants, is_float, is_tensor, literals, twins
+from hexa_fx.passes.detect.graph import (
+    adds_dimension,
+    ancestors,
+    descendants,
+    is_float,
+    is_tensor,
+    literals,
+    traced,
+    twins,
+)
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.steps import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.tags import Tag, expert_groups, tag
@@ -170,7 +179,7 @@ class _Walk:
         read = [match.source, *match.routing.nodes, *([match.base] if match.base is not None else [])]
         read += match.body.roots if isinstance(match.body, FreeBody) else []
         self.twin = twins(match.captured.graph)
-        self.read = {self.twin[node] for known in read for node in _views_behind(known)}
+        self.read = {self.twin[node] for known in read for node in traced(known, ops.keeps_numbers)}
         self.behind_read = {self.twin[node] for node in ancestors(read)}
         self.bases = _bases(match)
         steps = match.body.steps.values() if isinstance(match.body, FreeBody) else ()
@@ -371,15 +380,6 @@ def _bases(match: MoEMatch) -> frozenset[str]:
         return frozenset(role.base for role in body.steps.values() if isinstance(role, (Product, OfExpert)))
     stacks = (stack.base for stack in (body.gate, body.up, body.down) if stack is not None)
     return frozenset(stacks).union(filter(None, (body.gate_bias, body.up_bias, body.down_bias, body.gain)))
-
-
-def _views_behind(node: Node) -> list[Node]:
-    """The node and what it is a view or cast of."""
-    found = [node]
-    while (ops.views(node) or ops.casts(node)) and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
-        found.append(node)
-    return found
 
 
 # -- until nothing is lost ----------------------------------------------------------------------------------------------

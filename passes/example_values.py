@@ -14,11 +14,12 @@ from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock
+from hexa_fx.ops.table_layers import MoeFfn
 from hexa_fx.sources.linear4bit import of_numbers
 
 log = logging.getLogger(__name__)
 
-MOE_FFN = ("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
+MOE_FFN = tuple(operand.name for operand in MoeFfn.operands)
 """Tensor arguments of `hexa::moe_ffn`, in order."""
 
 

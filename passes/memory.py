@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -24,17 +23,16 @@ from hexa_fx import registry
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.record import replaced_parameters
 from hexa_fx.capture.records import memory_of
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import first_line
 from hexa_fx.ir import Refusal
 from hexa_fx.isolation.module_tree import modules_of, named_tensors
-from hexa_fx.isolation.shadow import rebound
 from hexa_fx.isolation.size import (
     FEW_TOKENS,
     is_large,
     is_out_of_memory,
-    of_one_number,
     raises_in_pieces,
     whole_bytes,
 )
@@ -156,41 +154,31 @@ def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool =
             are not copied but upcast where they are used (`hexa_fx.large_blocks`).
         as_it_is: keep parameters and buffers of one value.
     """
+    tensors = () if as_it_is else chain(named_tensors(block, "_parameters").values(), _others(block))
+    constant = {str(number): tensor for number, tensor in enumerate(tensors) if tensor.numel() > 1}
     try:
-        return _float64_copy(block, raises_in_pieces(block, analysis_bytes), whole_bytes(analysis_bytes), as_it_is)
+        with replaced_parameters(constant, {}, (nn.Parameter, torch.Tensor)):
+            return _float64_copy(block, raises_in_pieces(block, analysis_bytes), whole_bytes(analysis_bytes))
     except (TypeError, RuntimeError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
         return None
 
 
-def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool) -> nn.Module:
+def _float64_copy(block: nn.Module, in_pieces: bool, limit: int) -> nn.Module:
     memo: dict[int, Any] = {}
-    parameters = named_tensors(block, "_parameters").values()
-    generator = torch.Generator().manual_seed(0)
-    plain = set() if as_it_is else of_one_number(chain(parameters, _others(block)))
-    for parameter in parameters:
+    for parameter in named_tensors(block, "_parameters").values():
         if parameter.is_floating_point():
-            value, is_plain = parameter.detach(), id(parameter) in plain
-            if in_pieces and is_large(value):
-                raised = registry.large_blocks().upcast(
-                    _unlike_in_place(value, generator) if is_plain else value, limit
-                )
-            else:
-                raised = _unlike(value.to(torch.float64, copy=True), generator, is_plain)
+            value, large = parameter.detach(), in_pieces and is_large(parameter)
+            raised = registry.large_blocks().upcast(value, limit) if large else value.to(torch.float64, copy=True)
             memo[id(parameter)] = nn.Parameter(raised)
             _keep_settings(parameter, memo[id(parameter)])
     for value in _others(block):
         if id(value) not in memo:
-            raised = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
-            memo[id(value)] = _unlike(raised, generator, id(value) in plain)
+            dtype = torch.float64 if value.is_floating_point() else value.dtype
+            memo[id(value)] = value.detach().to(dtype, copy=True)
             _keep_settings(value, memo[id(value)])
-    copied = deepcopied(block, memo)
-    # Copies share functions that close over modules, as wrappers of forwards do.
-    for module in modules_of(block):
-        own = vars(memo.get(id(module), module))
-        own.update({name: rebound(value, memo) for name, value in own.items() if isinstance(value, FunctionType)})
-    return copied
+    return deepcopied(block, memo)
 
 
 def _keep_settings(tensor: torch.Tensor, copied: torch.Tensor) -> None:
@@ -204,20 +192,3 @@ def _others(block: nn.Module) -> Iterator[torch.Tensor]:
         for value in (*child._buffers.values(), *child.__dict__.values()):
             if isinstance(value, torch.Tensor):
                 yield value
-
-
-def _unlike(value: torch.Tensor, generator: torch.Generator, plain: bool) -> torch.Tensor:
-    """A vector or matrix with random numbers added if all its elements are equal."""
-    if not plain or value.numel() < 2:
-        return value
-    noise = torch.randn(value.shape, dtype=torch.float64, generator=generator, device="cpu")
-    return value + noise.to(value.device) / 8
-
-
-def _unlike_in_place(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """As `_unlike`, for a large weight: every row of it begins one random number after the row before."""
-    rows = value.shape[:-1].numel()
-    noise = torch.randn(rows + value.shape[-1], dtype=torch.float64, generator=generator, device="cpu") / 8
-    numbers = noise.to(value) + value.flatten()[0]
-    strides = [math.prod(value.shape[dim + 1 : -1]) for dim in range(value.dim() - 1)]
-    return numbers.as_strided(value.shape, (*strides, 1))

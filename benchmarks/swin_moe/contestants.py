@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hexa_fx
+from benchmarks.launching import prebuild
 from benchmarks.swin_moe.baselines import DroplessExperts, NoExperts, PaddedExperts
 from benchmarks.swin_moe.libraries import MegablocksExperts, TutelExperts
 from benchmarks.swin_moe.model import Experts, MoeMlp, SwinConfig, SwinMoe
-from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.distributed.gradients import ignore_in_ddp
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
 

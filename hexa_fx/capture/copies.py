@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.contexts import attributes_set
 from hexa_fx.errors import InputError
 from hexa_fx.isolation.contents import is_of_other_library
-from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, is_object
-from hexa_fx.isolation.module_tree import is_unit_of_fsdp, named_modules
+from hexa_fx.isolation.lookup import MODULE_STATE, is_object
+from hexa_fx.isolation.module_tree import is_unit_of_fsdp, modules_of
 from hexa_fx.isolation.shadow import rebound
 
 Copied = TypeVar("Copied")
@@ -44,53 +44,38 @@ def copied(value: Any) -> Any:
 
 def deepcopied(value: Copied, memo: dict[int, Any]) -> Copied:
     """As `copy.deepcopy`, which raises an error at tensors that autograd computed, such as a loss that the last forward left on
-    its module: the copy shares them. So it does functions that torch.jit compiled, as `copy` shares other functions.
+    its module: the copy shares them. So it does functions that torch.jit compiled, as `copy` shares other functions; those that
+    modules hold, as in place of a forward, close over what is copied.
     """
     with _SharedResults(), attributes_set(torch.jit.ScriptFunction, __deepcopy__=lambda self, memo: self):
         if isinstance(value, nn.Module):
-            _copy_modules(value, memo)
-        return copy.deepcopy(value, memo)
+            _copy_gathered(value, memo)
+        made = copy.deepcopy(value, memo)
+    for own in map(vars, modules_of(made) if isinstance(made, nn.Module) and made is not value else ()):
+        held = [(name, value) for name, value in own.items() if type(value) is types.FunctionType]
+        own.update((name, rebound(value, memo)) for name, value in held)
+    return made
 
 
-def _copy_modules(root: nn.Module, memo: dict[int, Any]) -> None:
-    """Puts copies of a tree's modules into ``memo``. `copy` rebuilds each as an object, and so each of its dicts of hooks."""
-    modules = [module for _, module in named_modules(root)]
-    plain = {kind for kind in {*map(_kind_of, modules)} if _is_plain(kind)}
-    made: list[tuple[nn.Module, nn.Module]] = []
-    for module in modules:
-        kind = _kind_of(module)
-        if id(module) not in memo and kind in plain:
-            memo[id(module)] = kind.__new__(kind)
-            made.append((module, memo[id(module)]))
-    # Inner ones first: the copy of a module under torch.compile looks at that of the module in it.
-    for module, copied_module in reversed(made):
-        own = copied_module.__dict__
-        for name, held in (module.__dict__ if type(module) in plain else _without_fsdp(module, memo)).items():
-            if name == "_compiled_call_impl":  # of `Module.compile`: it calls the module that it was made for
-                continue
-            if type(held) in _ATOMS:
-                own[name] = held
-            elif type(held) in _DICTS and id(held) not in memo and (not held or name in REGISTRIES):
-                own[name] = memo[id(held)] = type(held)()
-                for key, item in held.items():
-                    own[name][key] = memo[id(item)] if id(item) in memo else copy.deepcopy(item, memo)
-            else:
-                own[name] = copy.deepcopy(held, memo)
-
-
-def _kind_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module's copy. In a call of a unit of FSDP2, whose weights are gathered, that from before `fully_shard`."""
-    gathered = is_unit_of_fsdp(module) and not any(type(p.data).__name__ == "DTensor" for p in module.parameters())
-    return type(module).__bases__[1] if gathered else type(module)
+def _copy_gathered(root: nn.Module, memo: dict[int, Any]) -> None:
+    """Puts copies of the units of FSDP2 in a tree whose weights are gathered, as in a call, into ``memo``: as they were before
+    `fully_shard`."""
+    units = [m for m in modules_of(root) if is_unit_of_fsdp(m) and id(m) not in memo]
+    gathered = [m for m in units if not any(type(p.data).__name__ == "DTensor" for p in m.parameters())]
+    for module in gathered:
+        kind: Any = type(module).__bases__[1]
+        memo[id(module)] = kind.__new__(kind)
+    for module in gathered:
+        memo[id(module)].__dict__.update(copy.deepcopy(_without_fsdp(module, memo), memo))
 
 
 def _without_fsdp(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
     """What a unit of FSDP2 holds but for FSDP2's state, and the hooks by which it gathers and frees weights."""
     found = {
         name: type(held)((key, hook) for key, hook in held.items() if not _is_of_fsdp(hook))
-        if type(held) in _DICTS
+        if type(held) in (dict, OrderedDict)
         else held
-        for name, held in module.__dict__.items()
+        for name, held in module.__getstate__().items()
         if not name.startswith("__composable_api_state_key")
     }
     memo.setdefault(id(memo), []).append(found)  # as `copy` does: ids in a memo are of what lives
@@ -99,18 +84,6 @@ def _without_fsdp(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
 
 def _is_of_fsdp(hook: Any) -> bool:
     return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp")
-
-
-def _is_plain(cls: type[nn.Module]) -> bool:
-    """Whether instances consist of their ``__dict__``, and nothing in their classes says how they are copied."""
-    if any("__slots__" in vars(base) for base in cls.__mro__ if base is not object):
-        return False
-    said = ("__new__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
-    return all(getattr(cls, name, None) is getattr(nn.Module, name, None) for name in said)
-
-
-_ATOMS = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device, torch.Size})
-_DICTS = (dict, OrderedDict)
 
 
 class _SharedResults(TorchFunctionMode):
@@ -135,22 +108,12 @@ def sharing_copy(model: Model) -> Model:
             kept = (value for name, value in vars(module).items() if name not in MODULE_STATE)
             shared |= {id(value): value for value in kept if is_object(value)}
     try:
-        return _with_own_functions(model, deepcopied(model, dict(shared)))
+        return deepcopied(model, dict(shared))
     except Exception as error:  # whatever an object raises that cannot be copied
         log.info("copying the model: %s; what cannot be copied is shared", error)
     held = [value for module in model.modules() for value in vars(module).values()]
     shared |= {id(value): value for value in held if not isinstance(value, nn.Module) and copied(value) is value}
     try:
-        return _with_own_functions(model, deepcopied(model, shared))
+        return deepcopied(model, shared)
     except Exception as error:
         raise InputError(f"the model cannot be copied ({error}); hexa_fx.optimize_ rewrites it in place") from error
-
-
-def _with_own_functions(model: Model, made: Model) -> Model:
-    """A copy in which functions that modules hold, as in place of a forward, close over its own modules: `copy` shares them."""
-    twins = dict(named_modules(made))
-    copies: dict[int, Any] = {id(module): twins[path] for path, module in named_modules(model) if path in twins}
-    for twin in twins.values():
-        held = [(name, value) for name, value in vars(twin).items() if type(value) is types.FunctionType]
-        vars(twin).update((name, rebound(value, copies)) for name, value in held)
-    return made

@@ -230,7 +230,8 @@ class PythonReads:
         return cls in self._classes and isinstance(vars(base).get(name), property)
 
     def _is_new(self, holder: Any) -> bool:
-        """Whether an object that no read has led to so far is made by the run itself. If it was there before, it is met now."""
+        """Whether an object that no read has led to so far is made by the run itself. If it was there before, it is met now: a
+        class may keep its only instance, into which code puts losses (pipegoose's ``ExpertContext.get_instance()``)."""
         if id(holder) not in self._made:
             if gc.is_tracked(holder) and not any(other is holder for other in gc.get_objects(generation=0)):
                 self._met[id(holder)] = holder

@@ -65,13 +65,15 @@ AS_IT_IS = Replacements()
 
 @contextmanager
 def replaced_parameters(
-    parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    kinds: tuple[type[torch.Tensor], ...] = (nn.Parameter,),
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """A context that yields the new values by name, of parameters of equal elements and of what is ``given``, buffers too. Each
-    keeps its identity, and gets its own memory back at the end."""
+    """A context that yields the new values by name, of tensors of these kinds whose elements are all equal and of what is
+    ``given``, buffers too. Each keeps its identity, and gets its own memory back at the end."""
     generator = torch.Generator().manual_seed(2)
     chosen = {id(parameters[name]): value for name, value in given.items()}
-    alike = of_one_number(p for p in parameters.values() if type(p) is nn.Parameter and not p.is_meta)
+    alike = of_one_number(p for p in parameters.values() if type(p) in kinds and not p.is_meta)
     # a single number other than 0 and 1 has an effect
     hide = {id(p) for p in parameters.values() if id(p) in alike and (p.numel() > 1 or float(p.detach()) in (0.0, 1.0))}
     plain = {id(p): p for p in parameters.values() if id(p) in chosen or id(p) in hide}

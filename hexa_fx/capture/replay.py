@@ -6,8 +6,7 @@ were. The arithmetic is in float64, whatever the model's dtype, so that answers 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,19 +16,15 @@ from torch.utils import _pytree as pytree
 from hexa_fx import operations as ops
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.records import memory_of, reached, record_of
-from hexa_fx.isolation.outcome import largest, largest_of
-from hexa_fx.isolation.size import InPieces, batches, is_out_of_memory
+from hexa_fx.isolation.outcome import furthest
+from hexa_fx.isolation.size import InPieces, is_out_of_memory
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
 from hexa_fx.isolation.trial_modes import GROUPED, grouped_mm, upcast
 from hexa_fx.isolation.written_tensors import WITH_STATISTICS
 from hexa_fx.runtime.guards import item
-from hexa_fx.torch_private import _foreach_sub
 
 _NEAR = 0.05
 """How far rounding to 16 bits may carry a value, relative to the tensor's scale. What lies further apart was decided otherwise."""
-
-_TOGETHER = 1 << 20
-"""Elements that are looked at together."""
 
 
 def is_coarse(nodes: Iterable[torch.fx.Node]) -> bool:
@@ -43,23 +38,17 @@ def is_coarse(nodes: Iterable[torch.fx.Node]) -> bool:
     )
 
 
-def _are_near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+def _are_near(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether all values are near what was recorded, a look at many at a time."""
-    for batch in batches(pairs, lambda pair: pair[0].numel(), _TOGETHER):
-        values, recorded = map(list, zip(*batch))
-        scales, distances = largest_of(recorded), largest_of(_foreach_sub(values, recorded))
-        for pair, scale, distance in zip(batch, scales, distances):
-            if not (distance <= _NEAR * scale if math.isfinite(scale) else _is_near(*pair)):
-                return False
-    return True
+    values, recorded = ({str(number): pair[side] for number, pair in enumerate(pairs)} for side in (0, 1))
+    distance, _, said = furthest(recorded, values)
+    return not said and distance <= _NEAR
 
 
 def _can_wait(value: Any, recorded: Any) -> bool:
-    """Whether both are tensors of floating-point numbers of one kind, and no weights."""
-    if not isinstance(value, torch.Tensor) or not isinstance(recorded, torch.Tensor) or isinstance(value, InPieces):
-        return False
-    same = value.shape == recorded.shape and value.dtype == recorded.dtype and value.device == recorded.device
-    return same and value.is_floating_point() and not isinstance(recorded, InPieces)
+    """Whether both are tensors of floating-point numbers, and no weights."""
+    both = value, recorded
+    return all(isinstance(t, torch.Tensor) and t.is_floating_point() and not isinstance(t, InPieces) for t in both)
 
 
 def _is_float(value: Any) -> bool:
@@ -97,14 +86,7 @@ def _is_near(value: Any, recorded: Any) -> bool:
         return False
     if isinstance(value, InPieces) and isinstance(recorded, InPieces):
         return value.lies_with(recorded)
-    if not value.is_floating_point():
-        return torch.equal(value, recorded)
-    scale = largest(recorded)
-    if math.isfinite(scale):
-        return largest(value - recorded) <= _NEAR * scale
-    finite = recorded[recorded.isfinite()]
-    scale = largest(finite)
-    return torch.allclose(value, recorded, rtol=0.0, atol=_NEAR * scale, equal_nan=True)
+    return _are_near([(value, recorded)]) if value.is_floating_point() else torch.equal(value, recorded)
 
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))

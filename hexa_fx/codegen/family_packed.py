@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import HALVES, Args, Family, LaunchShape, shared_limit
-from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.formats.format import ceil_div
 
 FAMILY = "packed_gemm"
@@ -28,6 +28,8 @@ _MOST_WARPS = 16
 _MOST_STEPS = 4
 _ROOM = {1: 18, 2: 16, 3: 16, 4: 8}
 """By steps: warps of a multiprocessor whose registers suffice."""
+_HALF = 8
+"""Warps of a block, of which two fit with two steps of eight bits."""
 _MANY = 12
 """Warps of a block, where few share K."""
 _FEW_ROWS = 1
@@ -61,16 +63,26 @@ class PackedTile:
         return ceil_div(k, DEPTH * self.warps_k * self.steps)
 
 
-def choose_tile(k: int, block: int, bucket: int) -> PackedTile:
+def converts(arch: int, element: Option) -> bool:
+    """Whether instructions make numbers of elements, and no table."""
+    return element == "int8" or (element == "e4m3" and arch >= 89)
+
+
+def choose_tile(k: int, block: int, bucket: int, converted: bool) -> PackedTile:
     """The tile of a product over `k` values that nobody measured.
 
     Codes of four bits: eight warps that share K if three steps of each suffice, else sixteen, in as few passes as x needs. Of eight
-    bits: one block of at most sixteen warps and two steps, which leaves room for what is under way.
+    bits: one block of at most sixteen warps and two steps, which leaves room for what is under way; two blocks of up to eight warps
+    where elements are converted.
 
     Args:
         block: values that share a scale; 128 or more are of eight bits.
         bucket: `hexa_fx.codegen.family_gemm_sm80.row_bucket` of the launch.
+        converted: what `converts` says.
     """
+    if converted and k <= 2 * DEPTH * _HALF:
+        warps_k = _warps(k, 2)
+        return PackedTile(_HALF // warps_k, warps_k, 2, 2, True)
     if block >= DEPTH:
         steps = 1 if k <= DEPTH * _MOST_WARPS else 2
         warps_k = _warps(k, steps)

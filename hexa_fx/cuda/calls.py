@@ -6,7 +6,7 @@ Two calls are of a kind if their operands have the same types, shapes, strides a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -102,39 +102,51 @@ def chosen() -> TileOf:
     return fixed_tile if is_fixed() else chosen_tile
 
 
-def cuda_kernel(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
-    """Decorates the code of ``hexa::<name>`` on CUDA, of the operator's record, which plans on `Operand`.
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""The kernels of operators on CUDA, by name."""
 
-    It then takes the operator's arguments, and runs on tensors too. There it falls back to the generic implementation when there is
-    no compiler, when a kernel does not build, or when there is no kernel for the operands, and while a kernel is being built. The
-    reason is logged once per operator.
+
+def cuda_kernel(*names: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
+    """Decorates the code of ``hexa::<name>`` on CUDA, of the operator's record, which plans on `Operand`; of several operators,
+    that of each of their records.
+
+    It then takes the first operator's arguments, and runs on tensors too. There it falls back to the generic implementation when
+    there is no compiler, when a kernel does not build, or when there is no kernel for the operands, and while a kernel is being
+    built. The reason is logged once per operator.
     """
-    record = library.record_of(name)
 
     def decorate(function: Callable[[Any], R]) -> Callable[..., R]:
-        def plan(*args: Any) -> R:
-            return function(record(*args))
+        first, *_ = made = [_kernel(name, function) for name in names]
+        KERNELS.update(zip(names, made))
+        return first
 
-        @functools.wraps(function)
-        def kernel(*args: Any) -> R:
-            first, *_ = args
-            if isinstance(first, Operand):
-                return plan(*args)
-            if described_card() is not None:
-                return _run(name, plan, args)  # type: ignore[no-any-return]
-            if falls_back_for_good(name):
-                return library.kernel_for(name, "any")(*map(dense, args))  # type: ignore[no-any-return]
+    return decorate
+
+
+def _kernel(name: str, function: Callable[[Any], R]) -> Callable[..., R]:
+    record = library.record_of(name)
+
+    def plan(*args: Any) -> R:
+        return function(record(*args))
+
+    @functools.wraps(function)
+    def kernel(*args: Any) -> R:
+        first, *_ = args
+        if isinstance(first, Operand):
+            return plan(*args)
+        if described_card() is not None:
+            return _run(name, plan, args)  # type: ignore[no-any-return]
+        if not falls_back_for_good(name):
             try:
                 return _run(name, plan, args)  # type: ignore[no-any-return]
             except NotBuilt as error:
                 say_provisional(name, "torch's own operators", error)
             except KernelError as error:
                 record_fallback(name, error)
-            return library.kernel_for(name, "any")(*map(dense, args))  # type: ignore[no-any-return]
+        return library.kernel_for(name, "any")(*map(dense, args))  # type: ignore[no-any-return]
 
-        return kernel
-
-    return decorate
+    kernel.__name__ = name
+    return kernel
 
 
 def _run(name: Any, function: Callable[..., Any], args: Sequence[Any], given: Given = (None, None)) -> Any:
@@ -210,37 +222,3 @@ def _measured(name: Any, function: Callable[..., Any], args: Sequence[Any], key:
         lambda tile: _run(name, function, args, (key, tile_of(**tile))),
     )
     return best is not None
-
-
-def product(function: Callable[..., R]) -> Callable[..., R]:
-    """Decorates a family's code of a product, which plans on operands, so that it also runs on tensors, with any tile.
-
-    It takes a record of operands, such as those of `hexa_fx.ops.table`, whose first leaf is a tensor, on tensors a tile, and
-    what the result is added to.
-    """
-
-    @functools.wraps(function)
-    def run(o: Any, tile: AnyTile | None = None, into: Any = None) -> R:
-        def on(*leaves: Any) -> R:
-            each = iter(leaves)
-            record, target = _rebuilt(o, each), _rebuilt(into, each)
-            return function(record) if into is None else function(record, into=target)
-
-        leaves = _leaves(o)
-        if isinstance(leaves[0], Operand):
-            return function(o) if into is None else function(o, into=into)
-        return _run(function, on, [*leaves, *_leaves(into)], (None, tile))  # type: ignore[no-any-return]
-
-    return run
-
-
-def _leaves(value: Any) -> list[Any]:
-    """What is in a record, and in the records in it."""
-    return [leaf for one in value for leaf in _leaves(one)] if hasattr(value, "_fields") else [value]
-
-
-def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
-    """A record of the same kinds with other leaves."""
-    if not hasattr(value, "_fields"):
-        return next(leaves)
-    return type(value)(*[_rebuilt(one, leaves) for one in value])

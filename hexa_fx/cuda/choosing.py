@@ -118,7 +118,7 @@ collection = _collection.get
 def collect(card: Card | None = None) -> Iterator[list[KernelSpec]]:
     """A context in which this thread's operators choose kernels without launching any; yields the specs.
 
-    Their results are uninitialised, but for those of reindex. Other threads launch as ever, so autograd runs backward in this
+    Their results are uninitialised; whole numbers are zero. Other threads launch as ever, so autograd runs backward in this
     thread meanwhile.
 
     Args:

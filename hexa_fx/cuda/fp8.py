@@ -17,7 +17,7 @@ from hexa_fx.codegen.family_block_sm90 import FAMILY, PART, SCALES, TILE_K, TILE
 from hexa_fx.codegen.family_gemm_sm90 import CLUSTER_ROWS, MAX_EXPERTS, TABLES
 from hexa_fx.codegen.family_rows import ACTIVATE, COMBINE, QUANTIZE, THREADS, combining_blocks
 from hexa_fx.codegen.spec import KernelSpec, Option
-from hexa_fx.cuda.calls import cuda_kernel, product
+from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import Card, card_of
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.gemm_sm90 import FLOATS, Maps, chunk_map, launch_persistent, rows_map, weight_map
@@ -149,7 +149,6 @@ _RESULTS = ("dh", "dhs", "dh_t", "dhs_t", "a_t", "at_scales", "dots")
 """Of `hexa_fx.ops.table_fp8.EsmmActBackwardFp8`."""
 
 
-@product
 def activation_gradient(o: table.EsmmActBackwardFp8, into: list[Tensor | None]) -> None:
     """One launch: every group of 128 rows of an expert x 128 columns is read once.
 

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from hexa_fx.codegen.family import get_family
 from hexa_fx.cuda import gemm_sm80, gemm_sm90, low_rank_sm90
-from hexa_fx.cuda.calls import cuda_kernel, product
+from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
 from hexa_fx.cuda.planning import planning_of
@@ -45,23 +46,22 @@ def _launched(family: ModuleType | None, o: Any, **into: Any) -> Any:
     return getattr(family, next(name for record, name in _KINDS.items() if isinstance(o, record)))(o, **into)
 
 
-@cuda_kernel("esmm")
+@cuda_kernel("esmm", "esmm_low_rank")
 def esmm(o: table.Esmm) -> Tensor:
-    y = low_rank_sm90.esmm(o)
+    """One launch, with a second product on Hopper; elsewhere that takes another launch, and an addition."""
+    y = None if isinstance(o, EsmmLowRank) else low_rank_sm90.esmm(o)
     if y is not None:
         return y
-    return esmm_segment(o, into=Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True))
+    o = _stored(o)
+    return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore
 
 
-@product
 def esmm_segment(o: table.Esmm, into: Segment) -> Tensor:
     """The same of some experts: ``offs`` is a part of those of all, and all rows are in ``x`` and ``v``."""
-    weight, layout = as_stored(o.weight, o.layout)
-    o = o._replace(weight=weight, layout=layout)
+    o = _stored(o)
     return _launched(family_of(o), o, into=into)  # type: ignore[no-any-return]
 
 
-@product
 def fused_segment(o: table.Esmm | table.EsmmAct | table.EsmmActBackward, into: Segment) -> Tensor:
     """A product with a second one, an activation or its gradient, of some experts.
 
@@ -74,52 +74,35 @@ def fused_segment(o: table.Esmm | table.EsmmAct | table.EsmmActBackward, into: S
     return into.out
 
 
-@cuda_kernel("esmm_act")
-def esmm_act(o: table.EsmmAct) -> tuple[Tensor, Tensor]:
+@cuda_kernel("esmm_act", "esmm_act_low_rank")
+def esmm_act(given: table.EsmmAct) -> tuple[Tensor, Tensor]:
+    """One launch, with second products on Hopper."""
+    o = given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)) if isinstance(given, EsmmActLowRank) else given
     o = _both_biases(o)
-    return _launched(family_of(o), o)  # type: ignore[no-any-return]
+    return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore
 
 
-@cuda_kernel("esmm_act_backward")
+@cuda_kernel("esmm_act_backward", "esmm_act_backward_low_rank")
 def esmm_act_backward(o: table.EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch on Hopper, two elsewhere."""
+    """One launch on Hopper, two or more elsewhere."""
+    o = _stored(o)
+    if (family := family_of(o)) is not None:
+        return _by_slot(o, *_launched(family, o))
+    if isinstance(o, EsmmActBackwardLowRank):
+        return differentiated(o, by=CUDA)
+    return activate_backward(*o.to(table.ActivateBackward, da=gemm_sm80.esmm(o.to(table.Esmm, x=o.dy))))
+
+
+Stored = TypeVar("Stored", table.Esmm, table.EsmmActBackward)
+
+
+def _stored(o: Stored) -> Stored:
+    """With a view of the weight whose contiguous dimension is the last one, and C, if there is one, lying likewise."""
     weight, layout = as_stored(o.weight, o.layout)
-    o = o._replace(weight=weight, layout=layout)
-    if family_of(o) is None:
-        return activate_backward(*o.to(table.ActivateBackward, da=gemm_sm80.esmm(o.to(table.Esmm, x=o.dy))))
-    return _by_slot(o, *_launched(family_of(o), o))
-
-
-@cuda_kernel("esmm_low_rank")
-def esmm_low_rank(o: EsmmLowRank) -> Tensor:
-    """One launch on Hopper, two and an addition elsewhere."""
-    o = _stored_alike(o)
-    return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
-
-
-@cuda_kernel("esmm_act_low_rank")
-def esmm_act_low_rank(given: EsmmActLowRank) -> tuple[Tensor, Tensor]:
-    """One launch on Hopper."""
-    o = _both_biases(given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)))
-    return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
-
-
-@cuda_kernel("esmm_act_backward_low_rank")
-def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch on Hopper."""
-    o = _stored_alike(o)
-    return differentiated(o, by=CUDA) if family_of(o) is None else _by_slot(o, *_launched(family_of(o), o))
-
-
-First = TypeVar("First", bound=table.EsmmAct)
-Added = TypeVar("Added", EsmmLowRank, EsmmActBackwardLowRank)
-
-
-def _stored_alike(o: Added) -> Added:
-    """With a view of the weight whose contiguous dimension is the last one, and C lying likewise."""
-    weight, layout = as_stored(o.weight, o.layout)
-    c = (o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous()
-    return o._replace(weight=weight, layout=layout, c=c)
+    found = o._replace(weight=weight, layout=layout)
+    if not isinstance(o, EsmmLowRank | EsmmActBackwardLowRank):
+        return found
+    return found._replace(c=(o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous())
 
 
 @cuda_kernel("estmm")
@@ -186,7 +169,7 @@ def _input_gradient(o: table.Esfk) -> Tensor:
 
 def _adds(family: Any, into: Tensor) -> bool:
     """Whether a family's kernels add to a tensor of such a type: of the accumulators', some also of 16 bits."""
-    return family.ADDS_NARROW or into.dtype == accumulate_dtype(into.dtype)
+    return get_family(family.FAMILY).adds_narrow or into.dtype == accumulate_dtype(into.dtype)
 
 
 def _held(into: Tensor, layout: Layout, family: Any) -> tuple[Tensor, Layout]:
@@ -200,7 +183,7 @@ def _held(into: Tensor, layout: Layout, family: Any) -> tuple[Tensor, Layout]:
     return substitute(into), layout
 
 
-def _both_biases(o: First) -> First:
+def _both_biases(o: table.EsmmAct) -> table.EsmmAct:
     """Kernels take both biases of gate and up or none."""
     if o.w3 is None or (o.b1 is None) == (o.b3 is None):
         return o

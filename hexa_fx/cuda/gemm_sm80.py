@@ -16,7 +16,6 @@ from hexa_fx.codegen.cutlass import MathOperation
 from hexa_fx.codegen.family_gemm_sm80 import GEMM, TileSm80, row_bucket
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.codegen.tuned import Problem
-from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import (
@@ -39,10 +38,9 @@ from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.table_variants import EsmmActLowRank, EsmmLowRank
 
+FAMILY = "gemm_sm80"
 ADDS_ALIGNED = False
 """Buffers that gradients are added to may lie anywhere."""
-ADDS_NARROW = False
-"""They have the accumulators' type."""
 
 
 def takes(o: Any) -> bool:
@@ -81,7 +79,6 @@ _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
 
 
-@product
 def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
     into = into or Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True)
@@ -89,7 +86,6 @@ def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     return into.out
 
 
-@product
 def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), and (n, I)."""
     n, (h, a) = o.rows, o.results()
@@ -100,7 +96,6 @@ def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     return h, a
 
 
-@product
 def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     """``dW[e]``, the sum of ``x[row]^T g[row]``: (E, N, K) for ``nk``, (E, K, N) for ``kn``.
 
@@ -121,7 +116,6 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     return d
 
 
-@product
 def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """dX, dW and db of one projection in one launch. No width may be zero.
 
@@ -196,7 +190,7 @@ def _kernel(
         static: other fields of it.
     """
     planning, (rows, experts, inner, columns) = planning_of(x), sizes
-    family, math = "esfk_sm80" if op == "esfk" else "gemm_sm80", planning.math_of(x.dtype)
+    family, math = "esfk_sm80" if op == "esfk" else FAMILY, planning.math_of(x.dtype)
     spec = KernelSpec(family, op, planning.card.arch, DTYPES[x.dtype], **static)
     if math == "fast_f32":
         spec = replace(spec, math=MathOperation.multiply_add_fast_f32)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hexa_fx.codegen import family_gemm_sm90 as family
 from hexa_fx.codegen.spec import KernelSpec, Option
-from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
 from hexa_fx.cuda.places import MOST, listed, part_of, parts_of, places_of
@@ -125,8 +124,6 @@ ONLY_OTHERS = ("tanh",)
 """Activations without an epilogue here."""
 ADDS_ALIGNED = True
 """Buffers that gradients are added to have rows of whole 16 bytes."""
-ADDS_NARROW = True
-"""They may have the operands' type."""
 
 
 class Sm90Tiles(Tiles):
@@ -215,7 +212,6 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
     return ""
 
 
-@product
 def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
     into = into or Segment(o.results(), o.rows, True)
@@ -223,7 +219,6 @@ def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     return into.out
 
 
-@product
 def esmm_act(o: EsmmAct, into: Segment | None = None) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `keep_h` (inference) h is empty."""
     if into is None:
@@ -263,7 +258,6 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
     _launch(kernel, tile, maps, o.v, o.offs, o.top_k, *places_of(w1, o.w3), **tensors, **leading, **more)
 
 
-@product
 def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """``da = esmm(dy, weight, v)`` and activate_backward in its epilogue; da itself is never stored.
 
@@ -295,7 +289,6 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     return dh, a, parts.sum(0) if parts.shape[0] > 1 else parts[0]
 
 
-@product
 def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index.
 
@@ -325,7 +318,6 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     return dw
 
 
-@product
 def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch.
 

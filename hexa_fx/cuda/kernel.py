@@ -7,18 +7,16 @@ tile's kernel or torch's operators run. Nothing of that is remembered, so the ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 
 from hexa_fx.codegen.family import get_family
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.cuda.choosing import cached_choice, collect
+from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.modes import awaits_kernels
 from hexa_fx.errors import KernelError
 from hexa_fx.jit import background
 from hexa_fx.jit.env import waits_for_kernels
-from hexa_fx.jit.errors import ToolchainError
 from hexa_fx.jit.kernel import KernelHandle, get_kernel, loaded_kernel
 
 log = logging.getLogger(__name__)
@@ -92,23 +90,3 @@ def say_provisional(op: str, what: str, reason: NotBuilt) -> None:
     kept = "; the CUDA graph that is captured now keeps it" if torch.cuda.is_current_stream_capturing() else ""
     said = str(reason)  # a record of the error itself would keep its callers and their tensors
     log.warning("hexa::%s runs %s for the moment: %s%s", op, what, said, kept)
-
-
-def prebuild(run: Callable[[], object]) -> int:
-    """Builds all kernels that `run` needs in parallel and waits for them, for measurements.
-
-    The operators in `run` launch nothing and return uninitialised tensors, so it must not change anything that outlives it.
-
-    Returns:
-        How many kernels `run` needs; 0 where there is no compiler, which the operators will report themselves.
-
-    Raises:
-        BuildError: a kernel does not build; the error is that of the first one.
-    """
-    with collect() as specs:
-        run()
-    try:
-        background.prebuild(specs)
-    except ToolchainError:
-        return 0
-    return len(set(specs))

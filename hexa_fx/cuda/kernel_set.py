@@ -33,8 +33,8 @@ from hexa_fx.errors import KernelError
 from hexa_fx.ops import fp8_weights, library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.listed import Listed, Places
-from hexa_fx.ops.moe_ffn_autograd import LAYERS
-from hexa_fx.ops.table_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
+from hexa_fx.ops.moe_ffn_autograd import LAYERS, Layer
+from hexa_fx.ops.table_fp8 import MoeFfnFp8Forward
 from hexa_fx.ops.table_layers import OPERANDS, SOURCES_OPERANDS, MoeFfn, MoeFfnSources
 
 log = logging.getLogger(__name__)
@@ -112,19 +112,23 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
 def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) -> list[KernelSpec]:
     """The kernels that a layer launches at a number of tokens, in order."""
     o = with_tokens(layer.call, tokens)
-    layer_of = LAYERS["moe_ffn_sources" if isinstance(o, MoeFfnSources) else "moe_ffn"]
-    name, gradients = layer_of.name, layer_of.gradients
+    of = LAYERS["moe_ffn_sources" if isinstance(o, MoeFfnSources) else "moe_ffn"]
+    return _of_programs(layer, card, training, o, of, of.name)
 
-    def plan(end: str, *args: Any) -> list[KernelSpec]:
-        return _planned(PROGRAMS[name + end], args, card)
 
-    found = plan("", *o)
+def _of_programs(
+    layer: FfnLayer, card: Card, training: bool, o: Any, of: Layer, name: str, *taken: Callable[[Any], Any]
+) -> list[KernelSpec]:
+    """Of a layer's programs. taken: what they take in place of the operands of forward and backward, if that is something else."""
+    forward, backward = taken or (lambda o: o, lambda o: o)
+    found = _planned(PROGRAMS[name], forward(o), card)
     if not training:
         return found
-    _, *kept = library.record_of(f"{name}_forward")._make(o).results()
-    saved = dict(zip(layer_of.kept, kept)) | ({"h": None} if o.recompute_h else {})
-    given = o.to(gradients, dy=o.x, top_k=o.top_k, needs=layer.needs, **saved)
-    return found + plan("_forward", *o) + plan("_backward", *given, *layer.buffers)
+    y, *kept = library.record_of(f"{of.name}_forward")._make(o).results()
+    saved = dict(zip(of.kept, kept)) | ({"h": None} if o.recompute_h else {})
+    back = backward(o.to(of.gradients, dy=y, top_k=o.top_k, needs=layer.needs, **saved))
+    found += _planned(PROGRAMS[f"{name}_forward"], forward(o), card)
+    return found + _planned(PROGRAMS[f"{name}_backward"], (*back, *layer.buffers), card)
 
 
 def _planned(function: Callable[..., Any], args: Sequence[Any], card: Card) -> list[KernelSpec]:
@@ -155,15 +159,8 @@ def _launched_in_fp8(layer: FfnLayer, card: Card, tokens: int, training: bool) -
     for w, w3, layout, glu in (first, second):
         copies.append(fp8_weights.empty(w, layout, glu, training))
         found += _planned(quantize_weight_fp8, (*copies[-1], w, w3, layout, glu), card)
-    given = fp8.of_forward(o, *copies)
-    found += _planned(PROGRAMS["quantized_ffn"], [*given], card)
-    if not training:
-        return found
-    y, *kept = o.results()
-    saved = dict(zip(fp8.LAYER.kept, kept)) | ({"h": None} if o.recompute_h else {})
-    back = fp8.of_backward(o.to(MoeFfnFp8Backward, dy=y, top_k=o.top_k, needs=layer.needs, **saved), *copies)
-    found += _planned(PROGRAMS["quantized_ffn_forward"], [*given], card)
-    return found + _planned(PROGRAMS["quantized_ffn_backward"], (*back, *layer.buffers), card)
+    taken = (lambda o: fp8.of_forward(o, *copies)), (lambda o: fp8.of_backward(o, *copies))
+    return found + _of_programs(layer, card, training, o, fp8.LAYER, "quantized_ffn", *taken)
 
 
 def with_tokens(call: MoeFfn | MoeFfnSources, tokens: int) -> Any:

@@ -23,7 +23,7 @@ from hexa_fx.codegen.family import get_family
 from hexa_fx.codegen.family_gemm_sm80 import row_bucket
 from hexa_fx.codegen.family_unpack import UNPACK, VALUES_A_BLOCK
 from hexa_fx.codegen.spec import KernelSpec, Option
-from hexa_fx.cuda.calls import cuda_kernel, product
+from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.gemm import CUDA, esmm_segment, fused_segment
@@ -52,7 +52,8 @@ class PackedTiles(Tiles):
     kind = family.PackedTile
 
     def rule(self, key: ProductKey) -> family.PackedTile:
-        return family.choose_tile(key.inner, int(key.kernel.option("block")), key.bucket)
+        converted = family.converts(key.kernel.arch, key.kernel.option("element"))
+        return family.choose_tile(key.inner, int(key.kernel.option("block")), key.bucket, converted)
 
     def candidates(self, key: ProductKey) -> list[family.PackedTile]:
         return family.candidates(key.inner, int(key.kernel.option("block")))
@@ -136,7 +137,6 @@ def unsupported(o: PackedProduct) -> str:
     return "" if aligned(x) and x.stride()[-1] == 1 else "rows do not lie at multiples of 16 bytes"
 
 
-@product
 def streamed_esmm(o: PackedProduct) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)]^T + b[e(p)]``, (n, N), of a product without an activation."""
     y = o.base.x.new_empty((o.base.rows, o.base.inner))
@@ -144,7 +144,6 @@ def streamed_esmm(o: PackedProduct) -> Tensor:
     return y
 
 
-@product
 def streamed_esmm_act(o: PackedProduct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), empty unless it is kept, and (n, I)."""
     h, a = o.base.results()
@@ -260,32 +259,16 @@ def unpack(format: Format, packed: Tensor, scales: Sequence[Tensor], out: Tensor
         packed, scales: contiguous but for the experts' dimension, which follows from the shapes.
     """
     scale, nested, offset, map = scales if isinstance(format, Nf4Double) else (scales[0], None, None, None)
-    _unpack(Unpacking(packed, scale, nested, offset, map, format), into=out)
-
-
-class Unpacking(NamedTuple):
-    """A packed weight: its codes, what scales them, and the format."""
-
-    packed: Tensor
-    scale: Tensor
-    nested: Tensor | None
-    offset: Tensor | None
-    map: Tensor | None
-    format: Format
-
-
-@product
-def _unpack(o: Unpacking, into: Tensor) -> None:
-    experts, rows, columns = into.shape
+    experts, rows, columns = out.shape
     values = rows * columns
     blocks = ceil_div(values, VALUES_A_BLOCK)
-    code = o.format.values if isinstance(o.format, FourBit) else (0.0,) * 16
-    nests = 0 if o.nested is None else o.nested.shape[1]
-    spec = KernelSpec(UNPACK, UNPACK, planning_of(into).card.arch, dtype=DTYPES[into.dtype])
-    spec = spec.with_options(format=o.format.name)
-    pointers = {"packed": o.packed, "scale": o.scale, "nested": o.nested, "offset": o.offset, "map": o.map, "out": into}
-    sizes = {"values": values, "columns": columns, "scales": o.scale[0].numel(), "nests": nests, "blocks": blocks}
-    launch(into, spec, (experts * blocks, 1, 1), **pointers, **sizes, code=code)
+    code = format.values if isinstance(format, FourBit) else (0.0,) * 16
+    nests = 0 if nested is None else nested.shape[1]
+    spec = KernelSpec(UNPACK, UNPACK, planning_of(out).card.arch, dtype=DTYPES[out.dtype])
+    spec = spec.with_options(format=format.name)
+    pointers = {"packed": packed, "scale": scale, "nested": nested, "offset": offset, "map": map, "out": out}
+    sizes = {"values": values, "columns": columns, "scales": scale[0].numel(), "nests": nests, "blocks": blocks}
+    launch(out, spec, (experts * blocks, 1, 1), **pointers, **sizes, code=code)
 
 
 _NARROWEST = 128

@@ -15,15 +15,15 @@ from hexa_fx.cuda.modes import runs_torch_only
 _LAYERS = tuple(
     f"{name}{end}" for name in ("moe_ffn", "moe_ffn_sources", "quantized_ffn") for end in ("", "_forward", "_backward")
 )
-_MODULES = ("kernel_set", "rows", "gemm", "fp8", "packed")
 
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
     """What runs ``hexa::<name>``, or a layer, the function of that name. Imports it and all others."""
-    layers, *modules = (vars(import_module(f"hexa_fx.cuda.{module}")) for module in ("layer", *_MODULES))
-    found: Callable[..., Any] = next(each[name] for each in (*modules, layers["LAYERS"]) if name in each)
-    return found
+    from hexa_fx.cuda import kernel_set, layer  # noqa: F401  (the former is told of new layers)
+    from hexa_fx.cuda.calls import KERNELS
+
+    return (KERNELS | layer.LAYERS)[name]
 
 
 def kernels() -> list[str]:

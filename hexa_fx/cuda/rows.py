@@ -16,13 +16,12 @@ from torch import Tensor
 from hexa_fx.codegen.family_rows import COMBINE_THREADS, ID_NAMES, TRANSPOSE_SIDE, UNROLLED_TOP_K, reindex_warps
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.config import checked_mode
-from hexa_fx.cuda.calls import cuda_kernel
-from hexa_fx.cuda.choosing import cached_choice, collection, described_card
+from hexa_fx.cuda.calls import KERNELS, cuda_kernel
+from hexa_fx.cuda.choosing import cached_choice, described_card
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, planning_of
 from hexa_fx.formats.format import ceil_div
-from hexa_fx.ops import library
 from hexa_fx.ops.reindex import out_of_range
 from hexa_fx.ops.rows import accumulate_dtype, row_count
 from hexa_fx.ops.table import Activate, ActivateBackward, Activated, Combine, Ess, EssAdd, Reindex
@@ -41,17 +40,10 @@ _MAX_BLOCKS = 64
 
 
 def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A stable counting sort: one launch up to 4096 slots, two beyond.
-
-    Where kernels are only collected, the sort is computed all the same: torch's operators behind it read rows by it, and a device
-    stops at an index out of range.
-    """
+    """A stable counting sort: one launch up to 4096 slots, two beyond."""
     if ids_are_checked():
         _check_ids(top_k_index, num_experts)
-    result = _reindex(top_k_index, num_experts)
-    if isinstance(top_k_index, Operand) or collection() is None or described_card() is not None:
-        return result
-    return library.kernel_for("reindex", "any")(top_k_index, num_experts)  # type: ignore[no-any-return]
+    return _reindex(top_k_index, num_experts)
 
 
 @cuda_kernel("reindex")
@@ -71,6 +63,9 @@ def _reindex(o: Reindex) -> tuple[Tensor, Tensor, Tensor]:
         fields = {"ids": ids, "counts": counts, "v": v, "inv": inv, "offs": offs}
         launch(ids, each, (blocks, 1, 1), **fields, n=n, experts=num_experts, chunk=chunk)
     return v, inv, offs
+
+
+KERNELS["reindex"] = reindex
 
 
 @cached_choice

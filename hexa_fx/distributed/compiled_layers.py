@@ -147,7 +147,7 @@ class _Spread(torch.autograd.Function):
 
 
 def spread_experts(layer: str, session: str, *tensors: Tensor | None) -> Tensor:
-    """A partitioned layer in a graph that is traced: x, ids, routing weights, and this rank's w1, b1, w3, b3, w2, b2."""
+    """A partitioned layer in a graph that is traced: x, ids, routing weights, and this rank's weights and biases."""
     x = tensors[0]
     assert x is not None
     device = x.device.type

@@ -10,15 +10,13 @@ import operator
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hexa_fx.isolation.lookup import (
-    LITERALS,
     MISSING,
     MODULE_STATE,
     PLAIN,
@@ -34,12 +32,12 @@ from hexa_fx.isolation.purity import is_users, module_name
 _DEEPEST = 6
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A list, dict, set, deque, class or object, and the way there in words."""
+class Holder(NamedTuple):
+    """A list, dict, set, deque, class, object or variable, and the way there in words. ``grows``: what is new in it may stay."""
 
     label: str
     value: Any
+    grows: bool = False
 
 
 class Contents:
@@ -48,21 +46,36 @@ class Contents:
     def __init__(self, holders: Iterable[Holder]) -> None:
         # Not as pairs: of all that code reaches by name these are ten thousand and more, which the garbage collector walks.
         self._before = [(holder, *taken(holder.value)) for holder in holders]
+        # Dicts all in one row, so that a look at whether one changed is no loop of Python's: those of hooks are nearly all empty.
+        dicts = [holder.value for holder, *_ in self._before if isinstance(holder.value, dict)]
+        self._empty, self._dicts = [held for held in dicts if not held], [*filter(None, dicts)]
+        self._keys = [*map(tuple, self._dicts)]
+        self._items = [*chain.from_iterable(map(dict.values, self._dicts))]
+        self._others = [each for each in self._before if not isinstance(each[0].value, dict)]
+
+    def _changed(self) -> list[tuple[Holder, tuple[Any, ...], tuple[Any, ...]]]:
+        now = chain.from_iterable(map(dict.values, self._dicts))
+        as_before = not any(self._empty) and [*map(tuple, self._dicts)] == self._keys
+        looked_at = self._others if as_before and all(map(operator.is_, now, self._items)) else self._before
+        return [each for each in looked_at if not same(each[0].value, *each[1:])]
 
     def changed(self) -> list[Holder]:
         """Holders that contain something else now."""
-        return [holder for holder, keys, values in self._before if not same(holder.value, keys, values)]
+        return [holder for holder, *_ in self._changed()]
 
     def items(self) -> Iterator[Any]:
         """What the holders contained then."""
         return chain.from_iterable(values for _, _, values in self._before)
 
-    def restore(self, wanted: Callable[[list[Any]], bool] = lambda new: True) -> None:
-        """Puts back what is not as it was, if what is new in it is to go."""
-        for holder, keys, values in [each for each in self._before if not same(each[0].value, *each[1:])]:
-            old = set(map(id, values))
-            if wanted([value for _, value in contents(holder.value) if id(value) not in old]):
-                put_back(holder.value, list(zip(keys, values)))
+    def restore(self, wanted: Callable[[list[Any]], bool] = lambda new: True) -> list[Holder]:
+        """Puts back what is not as it was, if what is new in it is to go. Returns what was not."""
+        changed = self._changed()
+        for holder, keys, values in changed:
+            old, now = set(map(id, values)), contents(holder.value)
+            if wanted([value for _, value in now if id(value) not in old]):
+                new = [item for item in now if item[0] not in keys] if holder.grows else []
+                put_back(holder.value, [*zip(keys, values), *new])
+        return [holder for holder, *_ in changed]
 
 
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:
@@ -118,6 +131,8 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(holder))
     if isinstance(holder, (set, frozenset)):
         return [(id(item), item) for item in holder]
+    if isinstance(holder, types.CellType):
+        return [("cell_contents", holder.cell_contents)] if holder != _EMPTY else []
     if isinstance(holder, type):
         found = list(vars(holder).items())
         # which copy.copy notes for itself
@@ -140,8 +155,8 @@ def taken(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _by_name(holder: Any) -> Mapping[Any, Any] | None:
-    """What `contents` lists of a plain dict, a class, or an object without slots."""
-    if type(holder) is dict:
+    """What `contents` lists of a plain or ordered dict, a class, or an object without slots."""
+    if type(holder) is dict or type(holder) is OrderedDict:
         return holder
     if isinstance(holder, type):
         return vars(holder) if "__slotnames__" not in vars(holder) else None
@@ -181,6 +196,11 @@ def put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
         _put_attributes_back(holder, dict(before))
     elif isinstance(holder, dict):
         _put_items_back(holder, dict(before))
+    elif isinstance(holder, types.CellType):
+        if before:
+            holder.cell_contents = before[0][1]
+        else:
+            del holder.cell_contents
     else:
         _put_slots_back(holder, dict(before))
 
@@ -234,12 +254,13 @@ class Sandbox:
         parts = [*{id(part): part for hook in hooks for part in _parts_of(hook)}.values()]
         modules = [*{id(m): m for part in parts if isinstance(part, nn.Module) for m in modules_of(part)}.values()]
         functions = [part for part in parts if isinstance(part, types.FunctionType)]
-        objects, classes = [*filter(is_object, parts)], [part for part in parts if isinstance(part, type)]
-        counting = [*modules, *functions, *classes, *chain.from_iterable(map(_cells_of, hooks))]
-        self._numbers = [(each, _plain_in(each)) for each in counting]
-        inside = (item for each in (*modules, *objects) for item in contents(each) if item[0] not in MODULE_STATE)
+        counting = [part for part in parts if is_object(part) or isinstance(part, type)]
+        counting += [*map(vars, functions), *chain.from_iterable(map(_cells_of, hooks))]
+        inside = (item for each in (*modules, *counting) for item in contents(each) if item[0] not in MODULE_STATE)
         lists = [inner for _, inner in inside if type(inner) in _LISTS]
-        of_hooks = (Holder("a hook", value) for value in (*objects, *lists))
+        of_hooks = [Holder("a hook", value) for value in (*counting, *lists)]
+        # they may be modules of the tree, which get rewritten forwards later
+        of_hooks += [Holder("a module with a hook", vars(module), grows=True) for module in modules]
         self._held = Contents([*held, *of_hooks, *_of_outside_modules(root, held)])
         users = [f.__globals__ for f in functions if is_users(module_name(f.__globals__))]
         self._global = Contents(_behind_names({id(each): each for each in (*namespaces_of(root), *users)}.values()))
@@ -248,12 +269,6 @@ class Sandbox:
         """Puts everything back."""
         self._global.restore(lambda new: any(map(_is_result, new)))
         self._held.restore()
-        for holder, before in self._numbers:
-            now = _plain_in(holder)
-            for name in now.keys() - before.keys():
-                delattr(holder, name)
-            for name in (name for name, value in before.items() if now.get(name, MISSING) is not value):
-                setattr(holder, name, before[name])
 
 
 def namespaces_of(root: nn.Module) -> list[dict[str, Any]]:
@@ -271,14 +286,6 @@ def namespaces_of(root: nn.Module) -> list[dict[str, Any]]:
 
 def _cells_of(hook: Any) -> Sequence[types.CellType]:
     return [*(getattr(getattr(hook, "__func__", hook), "__closure__", None) or ())]
-
-
-def _plain_in(holder: Any) -> dict[str, Any]:
-    """Of a variable, what it holds, whatever that is."""
-    if isinstance(holder, types.CellType):
-        return {"cell_contents": holder.cell_contents} if holder != _EMPTY else {}
-    plain = (torch.Tensor, *LITERALS)
-    return {name: value for name, value in vars(holder).items() if name[:2] != "__" and isinstance(value, plain)}
 
 
 def _parts_of(hook: Any) -> Iterator[Any]:

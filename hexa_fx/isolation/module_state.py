@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,6 @@ from hexa_fx.isolation.size import stored
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 
 
-_NOTHING: dict[Any, Any] = {}
-"""What nearly all dicts of hooks hold: copies of them all would take time."""
-
-
 class ModuleSnapshot:
     """Attributes, buffers and hooks of all modules of a tree, as they are now.
 
@@ -34,13 +29,10 @@ class ModuleSnapshot:
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [module for _, module in named_modules(root)]
+        registries = {id(held) for module in self._modules for held in _dicts_at(module, REGISTRIES)}
         dicts = [held for module in self._modules for held in _dicts_of(module)]
-        self._before: dict[int, dict[Any, Any]] = {id(held): held.copy() if held else _NOTHING for held in dicts}
-        # All in one row, so that a look at whether anything changed is no loop of Python's.
-        self._empty = [held for held in dicts if not held]  # nearly all of those for hooks
-        self._dicts = [*filter(None, dicts)]
-        self._keys = [*map(tuple, self._dicts)]
-        self._items = [*itertools.chain.from_iterable(map(dict.values, self._dicts))]
+        self._before: dict[int, dict[Any, Any]] = {id(held): held.copy() for held in dicts if held}
+        self._contents = Contents(Holder("", held, grows=id(held) in registries) for held in dicts)
         buffers = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
         held = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
         self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]
@@ -48,8 +40,7 @@ class ModuleSnapshot:
 
     def before(self, held: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a module's ``__dict__`` or registry held; nothing if the module was not in the tree."""
-        found: Mapping[str, Any] = self._before.get(id(held), _NOTHING)
-        return found
+        return self._before.get(id(held), {})
 
     def values(self) -> Iterator[Any]:
         """What the attributes of all modules were."""
@@ -57,40 +48,25 @@ class ModuleSnapshot:
 
     def changed(self) -> set[int]:
         """Ids of the modules with other attributes, hooks, parameters, buffers or modules, or with these in another order."""
-        now = itertools.chain.from_iterable(map(dict.values, self._dicts))
-        if (
-            not any(self._empty)
-            and [*map(tuple, self._dicts)] == self._keys
-            and all(map(operator.is_, now, self._items))
-        ):
-            return set()
-        return {id(module) for module in self._modules if not all(map(self._is_as_before, _dicts_of(module)))}
+        return self._modules_of(self._contents.changed())
 
-    def _is_as_before(self, held: dict[Any, Any]) -> bool:
-        before = self._before.get(id(held))
-        return before is not None and _same_items(held, before)
+    def _modules_of(self, holders: list[Holder]) -> set[int]:
+        dicts = {id(holder.value) for holder in holders}
+        modules = self._modules if dicts else ()
+        return {id(module) for module in modules if not dicts.isdisjoint(map(id, _dicts_of(module)))}
 
     def restore(self) -> bool:
         """Puts everything back, into the same objects: others may hold the buffers too, and handles of hooks their dicts.
 
         Returns whether no module had changed: then what is registered in the tree is what was.
         """
-        changed = self.changed()
-        for module in (module for module in self._modules if id(module) in changed):
-            own, attributes = module.__dict__, self.before(module.__dict__)
-            if not _same_items(own, attributes):
-                for name in own.keys() - attributes.keys():
-                    del own[name]
-                own.update(attributes)
+        # A model may install hooks of its own in its first call, and remember that it did: both are undone.
+        changed = self._modules_of(self._contents.restore())
+        for own, module in ((vars(module), module) for module in self._modules if id(module) in changed):
             for registry in _dicts_at(module, REGISTRIES):
-                if not self._is_as_before(registry):
-                    for name in registry.keys() & own.keys():  # was a plain attribute, such as None, which hides it now
-                        del registry[name]
-                    registry.update(self._before[id(registry)])
-            # A model may install hooks of its own in its first call, and remember that it did: both are undone.
-            for hooks in _dicts_at(module, _HOOKS):
-                hooks.clear()
-                hooks.update(self._before[id(hooks)])
+                # was a plain attribute, such as None, which hides it now
+                for name in (registry.keys() & own.keys()) - self.before(registry).keys():
+                    del registry[name]
         for buffer, value in self._values:
             fill(buffer, value)
         for tensor, value in self._stores:
@@ -107,11 +83,6 @@ def restored(root: nn.Module) -> Iterator[ModuleSnapshot]:
         yield snapshot
     finally:
         snapshot.restore()
-
-
-def _same_items(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether two dicts hold the very same objects under the same keys in the same order."""
-    return now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
 
 
 def _dicts_of(module: nn.Module) -> list[dict[Any, Any]]:

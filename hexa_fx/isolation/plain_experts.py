@@ -20,15 +20,16 @@ _KEPT = "_experts_implementation_internal"
 EXPERTS_SET = frozenset({_KEPT, "_experts_implementation"})
 """Attributes of configurations under which transformers keeps and reads which implementation is set."""
 
-_SAME = frozenset({"grouped_mm", "batched_mm"})
-"""Implementations of transformers' own that do what the class does. Others, which users register, may not."""
+SAME = frozenset({"grouped_mm", "batched_mm"})
+"""Implementations of transformers' own that do what the class does, so that one may be set for the other, as `generate` does while
+it decodes. Others, which users register, may do something else."""
 
 
 @contextmanager
 def in_plain_form(block: nn.Module) -> Iterator[str]:
     """A context in which the experts of a block run the code of their class. Gives what is set for them otherwise, "" for none."""
     configs = ((module, vars(module).get("config")) for module in block.modules())
-    held = [(module, config) for module, config in configs if _set_for(config) in _SAME]
+    held = [(module, config) for module, config in configs if _set_for(config) in SAME]
     for module, config in held:
         plain = copy.copy(config)
         vars(plain)[_KEPT] = "eager"

@@ -1,10 +1,8 @@
-"""Memory of an analysis: how much it may hold beside the model, what is too large to be held in float64 as a whole, and garbage."""
+"""Memory of an analysis: how much it may hold beside the model, and what is too large to be held in float64 as a whole."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,8 +23,8 @@ FEW_TOKENS = 32
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
 """What torch's allocators and CUDA's libraries say."""
 
-_FEW, _PIECE = 8, 1 << 22
-"""Elements that are looked at first, and together."""
+_FEW = 8
+"""Elements that are looked at first."""
 
 
 class InPieces(torch.Tensor):
@@ -108,17 +106,10 @@ def of_one_number(values: Iterable[torch.Tensor]) -> set[int]:
 
 
 def is_of_one_number(value: torch.Tensor) -> bool:
-    """Whether all elements of a floating-point tensor are equal. A large one is looked at in pieces, at its first row before."""
+    """Whether all elements of a floating-point tensor are equal."""
     if not value.is_floating_point() or not value.numel():
         return False
-    value = value.detach()
-    first, row = value[(0,) * value.dim()], value[(0,) * (value.dim() - 1)]
-    if not bool((row == first).all()):
-        return False
-    if value.numel() < _PIECE or value.dim() < 2:
-        return bool((value == first).all())
-    step = max(1, _PIECE // value[0].numel())
-    return all(bool((value[start : start + step] == first).all()) for start in range(0, len(value), step))
+    return bool((value.detach() == value.detach()[(0,) * value.dim()]).all())
 
 
 _MEMORY = Path("/proc/meminfo")
@@ -128,16 +119,3 @@ def available_bytes() -> int | None:
     """Bytes that programs may still take; None where nothing says so."""
     lines = _MEMORY.read_text(encoding="ascii").splitlines() if _MEMORY.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
-
-
-@contextmanager
-def collected_after() -> Iterator[None]:
-    """What an analysis leaves is collected at once where a device is in use, since graphs refer to themselves. Garbage would hold
-    memory there, and what autograd keeps of a parameter, which remembers the stream that it first ran on: a step of the model could
-    not be recorded as a CUDA graph.
-    """
-    try:
-        yield
-    finally:
-        if gc.isenabled() and torch.cuda.is_initialized():
-            gc.collect()

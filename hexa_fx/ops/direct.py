@@ -17,13 +17,12 @@ from hexa_fx.ops import library, moe_ffn_autograd, sources
 from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.listed import Listed
-from hexa_fx.ops.products import esmm_cpu, esmm_gradients
+from hexa_fx.ops.products import esmm_cpu
 from hexa_fx.ops.reindex import combine_cpu, reindex_cpu
-from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex
 from hexa_fx.ops.table_fp8 import MoeFfnFp8Forward
 from hexa_fx.ops.table_layers import MoeFfn
-from hexa_fx.torch_private import _AutoDispatchBelowAutograd, untraced
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 _OPS = torch.ops.hexa
 _LAYERS = moe_ffn_autograd.LAYERS
@@ -91,13 +90,11 @@ def combine(*args: Any) -> Any:
     return _Combine.apply(*args)
 
 
-def _differentiable(
-    name: str, run: Callable[[Any], Tensor], gradients: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    """An operator by its kernel. gradients: of `Formula`, on plain tensors, where they are made of kernels too."""
+def _differentiable(name: str, run: Callable[[Any], Tensor]) -> type[library.DirectFunction]:
+    """An operator by its kernel. Its gradients on plain tensors are made of kernels too."""
     formula = library.FORMULAS[name]
 
-    class Direct(torch.autograd.Function):
+    class Direct(library.DirectFunction):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Tensor:
             formula.keep(ctx, args)
@@ -105,39 +102,16 @@ def _differentiable(
                 return run(formula.record._make(args))
 
         @staticmethod
-        @untraced
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            if not library.is_plain_tensor(grads[0]):
-                return formula.backward(ctx, *grads)
-            kept = formula.kept(ctx)
-            with _AutoDispatchBelowAutograd():
-                return formula.record.by_argument(**gradients(*kept, *grads))  # type: ignore[no-any-return]
+            kept = formula.kept(ctx)  # a checkpoint computes them again, with autograd
+            with _AutoDispatchBelowAutograd() if library.is_plain_tensor(grads[0]) else nullcontext():
+                return formula.record.by_argument(**formula.gradients(*kept, *grads))  # type: ignore[no-any-return]
 
     return Direct
 
 
-def _combine_gradients(o: Combine, needs: Any, grad: Tensor) -> dict[str, Any]:
-    """By slot, so that no index has to be inverted."""
-    y, weights, inv, offs, top_k = o
-    wide = accumulate_dtype(grad.dtype)
-    tokens, columns = grad.shape
-    routed, per_token = int(offs[-1]), grad.to(wide).unsqueeze(1)
-    dy = dweights = None
-    if needs.y:
-        slots = per_token if weights is None else per_token * weights.to(wide).unsqueeze(2)
-        slots = slots.expand(tokens, top_k, columns).reshape(-1, columns).to(grad.dtype)
-        dy = torch.empty_like(slots).index_copy_(0, inv.long(), slots)
-        dy[routed:].zero_()
-    if weights is not None and needs.top_k_weights:
-        dots = (y.index_select(0, inv).view(tokens, top_k, columns).to(wide) * per_token).sum(2)
-        if routed < inv.shape[0]:
-            dots.masked_fill_((inv >= routed).view(tokens, top_k), 0)
-        dweights = dots.to(weights.dtype)
-    return {"y": dy, "top_k_weights": dweights}
-
-
-_Esmm = _differentiable("esmm", esmm_cpu, esmm_gradients)
-_Combine = _differentiable("combine", lambda o: combine_cpu(*o), _combine_gradients)
+_Esmm = _differentiable("esmm", esmm_cpu)
+_Combine = _differentiable("combine", lambda o: combine_cpu(*o))
 
 DIRECT: dict[Any, Callable[..., Any]] = {
     _OPS.moe_ffn.default: moe_ffn,

@@ -8,6 +8,7 @@ small layer takes to run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -41,7 +42,6 @@ class Layer:
         name: of the operators for inference, forward and backward, without their ends.
         record: of the first two.
         gradients: of the last.
-        kept: what forward returns besides y.
         fixed: whether a token's bits are the same in any batch.
         backward: what computes gradients on plain tensors; None for what runs the operator.
         one_by_one: whether kernels of a CPU make a gradient for each tensor of a list.
@@ -50,7 +50,6 @@ class Layer:
     name: str
     record: Any
     gradients: Any
-    kept: tuple[str, ...]
     fixed: bool = False
     backward: Callable[..., Any] | None = None
     one_by_one: bool = True
@@ -60,10 +59,15 @@ class Layer:
         """Name of the operator for inference."""
         return f"{self.name}_fixed" if self.fixed else self.name
 
+    @property
+    def kept(self) -> list[str]:
+        """What forward returns besides y."""
+        _, *kept = re.findall(r"Tensor (\w+)", library.record_of(f"{self.name}_forward").returns)
+        return kept
 
-_ROUTING = ("v", "inv", "offs")
-_DENSE = Layer("moe_ffn", MoeFfn, MoeFfnBackward, ("h", *_ROUTING))
-_SOURCES = Layer("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward, ("h", "u1", "u3", "u2", *_ROUTING))
+
+_DENSE = Layer("moe_ffn", MoeFfn, MoeFfnBackward)
+_SOURCES = Layer("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward)
 LAYERS = {each.operator: each for layer in (_DENSE, _SOURCES) for each in (layer, replace(layer, fixed=True))}
 """By their operators for inference."""
 

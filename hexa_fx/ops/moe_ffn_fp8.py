@@ -48,22 +48,18 @@ Call = table.MoeFfnFp8Forward | table.MoeFfnFp8Backward
 Program = table.QuantizedFfn | table.QuantizedFfnBackward
 
 
-def first(o: Call, transposed: bool, forward: bool = True) -> Fp8Weight:
-    """The first projection, gate and up in one. transposed, forward: as for `quantized`."""
-    if isinstance(o, table.MoeFfnFp8) and o.s1 is not None:
-        return Fp8Weight(o.w1, o.s1, None, None)
-    return quantized(o.w1, o.w3, o.layout1, o.glu, transposed, o.cached, forward)
+def copies(o: Call, transposed: bool, forward: bool = True, first: bool = True) -> tuple[Fp8Weight | None, Fp8Weight]:
+    """Both projections, gate and up in one. first: whether the first one is read. transposed, forward: as for `quantized`."""
+    if isinstance(o, table.MoeFfnFp8) and o.s1 is not None and o.s2 is not None:
+        return Fp8Weight(o.w1, o.s1, None, None), Fp8Weight(o.w2, o.s2, None, None)
+    how = transposed, o.cached, forward
+    of_first = quantized(o.w1, o.w3, o.layout1, o.glu, *how) if first else None
+    return of_first, quantized(o.w2, None, o.layout2, "none", *how)
 
 
-def second(o: Call, transposed: bool, forward: bool = True) -> Fp8Weight:
-    """The second projection."""
-    if isinstance(o, table.MoeFfnFp8) and o.s2 is not None:
-        return Fp8Weight(o.w2, o.s2, None, None)
-    return quantized(o.w2, None, o.layout2, "none", transposed, o.cached, forward)
-
-
-def of_forward(o: table.MoeFfnFp8Forward, w1: Fp8Weight, w2: Fp8Weight) -> table.QuantizedFfn:
+def of_forward(o: table.MoeFfnFp8Forward, w1: Fp8Weight | None, w2: Fp8Weight) -> table.QuantizedFfn:
     """What the forward program takes."""
+    assert w1 is not None
     return o.to(table.QuantizedFfn, **_replaced(o), q1=w1.q, s1=w1.s, q2=w2.q, s2=w2.s)
 
 
@@ -121,13 +117,8 @@ def forward_on(device: str, training: bool, o: table.QuantizedFfn) -> Any:
     return (y, xq, xs, h, hs, v, inv, offs) if training else y
 
 
-Rows = tuple[Tensor, Tensor]
-"""Elements and their scales."""
-Groups = tuple[Tensor, Tensor]
+Groups = Sequence[Tensor]
 """Rows transposed in groups, and their scales."""
-Found = dict[str, Tensor | None]
-"""Gradients by operand; None for what was added to a buffer."""
-_FIRST = ("w1", "b1", "w3", "b3")
 
 
 def backward_on(device: str, record: type[table.QuantizedFfnBackward], args: Iterable[Any]) -> list[Tensor]:
@@ -136,107 +127,96 @@ def backward_on(device: str, record: type[table.QuantizedFfnBackward], args: Ite
     An h in a list is freed after its last use. Buffers to add gradients to may follow, one or None for each operand after x.
     These gradients are not among the results.
     """
-    o, buffers = record.split(tuple(args))
-    ops, dy, v, inv, offs, top_k = Kernels(device), o.dy, o.v, o.inv, o.offs, o.top_k
-    needs, into = dict(zip(OPERANDS, o.needs, strict=True)), dict(zip_longest(("top_k_weights", *PARAMETERS), buffers))
-    x = None if o.xq is None or o.xs is None else (o.xq, o.xs)
-    h, hs = o.h, o.hs
-    if h is None:
-        assert x is not None
-        h, hs = ops.esmm_act_fp8(*x, o.q1, o.s1, first_bias(o), v, offs, top_k, *steps(o), True)[:2]
-    found: Found = {}
-    wanted = needs["x"], any(needs[name] for name in _FIRST), needs["w2"], needs["top_k_weights"]
-    dh, dhs, *columns, dots = ops.esmm_act_backward_fp8(
-        *ops.quantize_rows_fp8(dy, False),
-        *(o.q2_t, o.s2_t),
-        *(h.pop() if isinstance(h, list) else h, hs, o.top_k_weights, v, offs, top_k, *steps(o), wanted),
-    )
-    del h
-    of_dh, of_a = columns[:2], columns[2:]
-    del columns
-    if needs["w2"]:
-        of_dy = ops.quantize_columns_fp8(dy, v, offs, top_k)
-        out = _out(o, "w2", into)
-        _product(ops, out, of_dy, tuple(of_a), o.layout2, offs, into["w2"] is not None)
-        found["w2"] = None if into["w2"] is not None else out
-        del of_dy
-    del of_a
-    if needs["b2"]:
-        found["b2"] = _added(ops.ess(dy, v, offs, top_k, o.top_k_weights), o.b2, into["b2"])
-    if wanted[1]:
-        found |= _first_projection(ops, tuple(of_dh), x, o, needs, into)
-    del of_dh
-    if needs["x"]:
-        rows = ops.esmm_fp8(dh, dhs, o.q1_t, o.s1_t, None, offs)
-        found["x"] = ops.combine_fp8(*rows, None, inv, offs, top_k, o.input_size, dy.dtype)
-    if needs["top_k_weights"]:  # at last: functions of torch between launches would part them
-        found["top_k_weights"] = _routing_gradient(ops, dots, o)
-    return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
+    return _Backward(device, *record.split(tuple(args))).gradients()
 
 
-def _first_projection(
-    ops: Kernels,
-    of_dh: Groups,
-    x: Rows | None,
-    o: table.QuantizedFfnBackward,
-    needs: dict[str, bool],
-    into: dict[str, Tensor | None],
-) -> Found:
-    """Gradients of the weights and biases of the first projection, as far as they are needed."""
-    found: Found = {}
-    if needs["w1"] or needs["w3"]:
-        assert x is not None
-        of_x = ops.group_rows_fp8(*x, o.v, o.offs, o.top_k)
-        outs = {n: _out(o, n, into) for n in ("w1", "w3") if getattr(o, n) is not None and needs[n]}
-        for name, out, part in _parts(outs, of_dh, o):
-            _product(ops, out, part, of_x, o.layout1, o.offs, into[name] is not None)
-        found |= {name: None if into[name] is not None else out for name, out in outs.items()}
-    if needs["b1"] or needs["b3"]:
-        sums = ops.ess_fp8(*of_dh, o.offs)
-        halves = [half[:, : o.inner] for half in sums.chunk(1 if o.glu == "none" else 2, 1)]
-        if o.glu == "concat":
+class _Backward:
+    def __init__(self, device: str, o: table.QuantizedFfnBackward, buffers: Sequence[Tensor | None]) -> None:
+        self.ops, self.o = Kernels(device), o
+        self.needs = dict(zip(OPERANDS, o.needs, strict=True))
+        self.into = dict(zip_longest(OPERANDS[1:], buffers))
+        self.found: dict[str, Tensor] = {}
+
+    def gradients(self) -> list[Tensor]:
+        o, ops, needs, rows = self.o, self.ops, self.needs, (self.o.v, self.o.offs, self.o.top_k)
+        x, h, hs = (o.xq, o.xs), o.h, o.hs
+        if h is None:
+            h, hs = ops.esmm_act_fp8(*x, o.q1, o.s1, first_bias(o), *rows, *steps(o), True)[:2]
+        wanted = needs["x"], any(needs[name] for name in ("w1", "b1", "w3", "b3")), needs["w2"], needs["top_k_weights"]
+        dh, dhs, *columns, dots = ops.esmm_act_backward_fp8(
+            *ops.quantize_rows_fp8(o.dy, False),
+            *(o.q2_t, o.s2_t),
+            *(h.pop() if isinstance(h, list) else h, hs, o.top_k_weights, *rows, *steps(o), wanted),
+        )
+        del h
+        of_dh, of_a = columns[:2], columns[2:]
+        del columns
+        if needs["w2"]:
+            self.product("w2", self.out("w2"), ops.quantize_columns_fp8(o.dy, *rows), of_a, o.layout2)
+        del of_a
+        if needs["b2"]:
+            self.bias("b2", ops.ess(o.dy, *rows, o.top_k_weights))
+        if needs["w1"] or needs["w3"]:
+            self.first_weights(of_dh, ops.group_rows_fp8(*x, *rows))
+        if needs["b1"] or needs["b3"]:
+            self.first_biases(ops.ess_fp8(*of_dh, o.offs))
+        del of_dh
+        if needs["x"]:
+            each = ops.esmm_fp8(dh, dhs, o.q1_t, o.s1_t, None, o.offs)
+            self.found["x"] = ops.combine_fp8(*each, None, o.inv, o.offs, o.top_k, o.input_size, o.dy.dtype)
+        if needs["top_k_weights"]:  # at last: functions of torch between launches would part them
+            self.found["top_k_weights"] = _routing_gradient(ops, dots, o)
+        return [self.found[name] for name in OPERANDS if name in self.found]
+
+    def first_weights(self, of_dh: Groups, of_x: Groups) -> None:
+        """Gradients of the weights of the first projection."""
+        for name, out, part in self.parts(of_dh):
+            self.product(name, out, part, of_x, self.o.layout1)
+
+    def parts(self, of_dh: Groups) -> list[tuple[str, Tensor, Groups]]:
+        """The products that make the gradients of the first projection: the operand, where in its gradient, columns of dh."""
+        (q, s), o = of_dh, self.o
+        if o.glu == "none" or (o.glu == "concat" and o.inner % BLOCK == 0):
+            return [("w1", self.out("w1"), of_dh)]
+        width = q.shape[1] // 2
+        halves = [(q[:, begin : begin + width], s[:, begin : begin + width]) for begin in (0, width)]
+        if o.glu == "split":
+            return [(name, self.out(name), half) for name, half in zip(("w1", "w3"), halves) if self.needs[name]]
+        dim = 1 if o.layout1 == "nk" else 2
+        pair = (2, -1) if o.glu == "concat" else (-1, 2)
+        places = self.out("w1").unflatten(dim, pair).unbind(dim + pair.index(2))
+        return [("w1", place, half) for place, half in zip(places, halves)]
+
+    def out(self, name: str) -> Tensor:
+        """What the gradient of a weight is written or added to."""
+        weight, buffer = getattr(self.o, name), self.into[name]
+        if buffer is None:
+            buffer = self.found[name] = self.o.dy.new_empty(weight.shape, dtype=weight.dtype)
+        return buffer
+
+    def product(self, name: str, out: Tensor, outputs: Groups, inputs: Groups, layout: str) -> None:
+        """A weight's gradient, of the gradients of the projection's outputs and of its inputs, 128 of which share a scale."""
+        pair = (*outputs, *inputs) if layout == "nk" else (*inputs, *outputs)
+        self.ops.estmm_fp8(out, *pair, self.o.offs, layout == "nk", self.into[name] is not None)
+
+    def first_biases(self, sums: Tensor) -> None:
+        """Gradients of the biases of the first projection, of sums over the columns of dh."""
+        halves = [half[:, : self.o.inner] for half in sums.chunk(1 if self.o.glu == "none" else 2, 1)]
+        if self.o.glu == "concat":
             halves = [torch.cat(halves, 1)]
-        elif o.glu == "interleaved":
+        elif self.o.glu == "interleaved":
             halves = [torch.stack(halves, 2).flatten(1)]
-        for name, bias, gradient in zip(("b1", "b3"), (o.b1, o.b3), halves):
-            found |= {name: _added(gradient, bias, into[name])} if needs[name] else {}
-    return found
+        for name, gradient in zip(("b1", "b3"), halves):
+            if self.needs[name]:
+                self.bias(name, gradient)
 
-
-def _parts(outs: dict[str, Tensor], of_dh: Groups, o: table.QuantizedFfnBackward) -> list[tuple[str, Tensor, Groups]]:
-    """The products that make the gradients of the first projection: the operand, where in its gradient, columns of dh."""
-    q, s = of_dh
-    if o.glu == "none" or (o.glu == "concat" and o.inner % BLOCK == 0):
-        return [("w1", outs["w1"], of_dh)]
-    width = q.shape[1] // 2
-    halves = [(q[:, begin : begin + width], s[:, begin : begin + width]) for begin in (0, width)]
-    if o.glu == "split":
-        return [(name, outs[name], half) for name, half in zip(("w1", "w3"), halves) if name in outs]
-    dim = 1 if o.layout1 == "nk" else 2
-    pair = (2, -1) if o.glu == "concat" else (-1, 2)
-    places = outs["w1"].unflatten(dim, pair).unbind(dim + pair.index(2))
-    return [("w1", place, half) for place, half in zip(places, halves)]
-
-
-def _product(ops: Kernels, out: Tensor, outputs: Groups, inputs: Groups, layout: str, offs: Tensor, add: bool) -> None:
-    """A weight's gradient, of the gradients of the projection's outputs and of its inputs, 128 of which share a scale."""
-    pair = (*outputs, *inputs) if layout == "nk" else (*inputs, *outputs)
-    ops.estmm_fp8(out, *pair, offs, layout == "nk", add)
-
-
-def _out(o: table.QuantizedFfnBackward, name: str, into: dict[str, Tensor | None]) -> Tensor:
-    """What the gradient of a weight is written or added to."""
-    weight, buffer = getattr(o, name), into[name]
-    return o.dy.new_empty(weight.shape, dtype=weight.dtype) if buffer is None else buffer
-
-
-def _added(gradient: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor | None:
-    """A bias's gradient in its dtype, unless it was added to a buffer."""
-    if buffer is not None:
-        buffer.add_(gradient)
-        return None
-    assert bias is not None
-    return gradient.to(bias.dtype).contiguous()
+    def bias(self, name: str, gradient: Tensor) -> None:
+        """Gives a bias's gradient in its dtype, or adds it to a buffer."""
+        buffer = self.into[name]
+        if buffer is None:
+            self.found[name] = gradient.to(getattr(self.o, name).dtype).contiguous()
+        else:
+            buffer.add_(gradient)
 
 
 def _routing_gradient(ops: Kernels, dots: Tensor, o: table.QuantizedFfnBackward) -> Tensor:
@@ -297,7 +277,7 @@ def why_not(o: table.MoeFfnFp8Forward) -> str:
 
 
 def _exact_call(o: table.MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
-    """The operator that runs a call which FP8 cannot take, and its operands; None for others."""
+    """As `_instead`, for what FP8 cannot take."""
     reason = why_not(o)
     if not reason:
         return None
@@ -311,26 +291,23 @@ def _exact_call(o: table.MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     return _OPS.moe_ffn.default, o.to(MoeFfn, **weights)
 
 
-def _run(o: table.MoeFfnFp8Forward, training: bool, checked: bool = True) -> Any:
-    """y, for training also tokens and h with their scales, and the routing. checked: whether operands were."""
+def _run(o: table.MoeFfnFp8Forward, training: bool) -> Any:
+    """y, for training also tokens and h with their scales, and the routing."""
 
     def general(*args: Any) -> Any:
-        if not checked:  # a plan is of a kind of call that came here first
-            o.check("moe_ffn_fp8")
+        o.check("moe_ffn_fp8")  # a plan is of a kind of call that came here first
         return forward_on(o.x.device.type, training, table.QuantizedFfn._make(args))
 
     name = "quantized_ffn_forward" if training else "quantized_ffn"
-    return moe_ffn_autograd.on_device(name, general, *of_forward(o, first(o, training), second(o, training)))
+    return moe_ffn_autograd.on_device(name, general, *of_forward(o, *copies(o, training)))
 
 
 @library.kernel("moe_ffn_fp8", "any")
-def _inference(o: table.MoeFfnFp8) -> Tensor:
-    instead = _few_call(o) or _exact_call(o)
-    if instead is None:
-        return _run(o, False)  # type: ignore[no-any-return]
-    operator, given = instead
+def on_packed(o: table.MoeFfnFp8) -> Any:
+    """The layer without gradients, perhaps on weights that are quantised."""
+    instead = _instead(o)
     with _AutoDispatchBelowAutograd():
-        return operator(*given)  # type: ignore[no-any-return]
+        return _run(o, False) if instead is None else instead[0](*instead[1])
 
 
 @library.kernel("moe_ffn_fp8_forward", "any")
@@ -342,8 +319,7 @@ def _training(o: table.MoeFfnFp8Forward) -> tuple[Tensor, ...]:
 def backward(*args: Any) -> list[Tensor]:
     """Kernel for any device, as `backward_on`."""
     o, buffers = table.MoeFfnFp8Backward.split(args)
-    reads_first, copied = o.needs[0] or o.h is None, {"transposed": True, "forward": False}
-    given = of_backward(o, first(o, **copied) if reads_first else None, second(o, **copied))
+    given = of_backward(o, *copies(o, transposed=True, forward=False, first=o.needs[0] or o.h is None))
 
     def general(*args: Any) -> list[Tensor]:
         return backward_on(o.dy.device.type, table.QuantizedFfnBackward, args)
@@ -351,42 +327,44 @@ def backward(*args: Any) -> list[Tensor]:
     return moe_ffn_autograd.on_device("quantized_ffn_backward", general, *given, *buffers)  # type: ignore[no-any-return]
 
 
-_KEPT = ("xq", "xs", "h", "hs", "v", "inv", "offs")
-LAYER = Layer("moe_ffn_fp8", table.MoeFfnFp8Forward, table.MoeFfnFp8Backward, _KEPT, one_by_one=False)
+LAYER = Layer("moe_ffn_fp8", table.MoeFfnFp8Forward, table.MoeFfnFp8Backward, one_by_one=False)
 
 
 def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
     o = table.MoeFfnFp8(*args)
-    instead = _exact_call(o)
+    if not (is_grad_enabled() and _any_requires_grad(*args)):
+        return library.below_autograd(_OPS.moe_ffn_fp8.default, keyset, args)
+    instead = _instead(o)
     if instead is not None:
         operator, given = instead
         return operator(*given)
-    if is_grad_enabled() and _any_requires_grad(*args):
-        if o.s1 is not None:
-            raise InputError(
-                "hexa::moe_ffn_fp8: weights that are quantised already have no gradient, nor has x with them"
-            )
-        return LayerFunction.apply(LAYER, library.is_plain(keyset), *o.to(table.MoeFfnFp8Forward))
-    return library.below_autograd(_OPS.moe_ffn_fp8.default, keyset, args)
+    if o.s1 is not None:
+        raise InputError("hexa::moe_ffn_fp8: weights that are quantised already have no gradient, nor has x with them")
+    return LayerFunction.apply(LAYER, library.is_plain(keyset), *o.to(table.MoeFfnFp8Forward))
 
 
 def plain(*args: Any) -> Any:
     """The layer past torch's dispatcher, on weights that may be listed."""
     o = table.MoeFfnFp8Forward._make(args)
-    instead = _few_call(o) or _exact_call(o)
+    instead = _instead(o)
     if instead is None:
         return moe_ffn_autograd.listed(LAYER, *o)
     return moe_ffn_autograd.listed(moe_ffn_autograd.LAYERS["moe_ffn"], *instead[1])
 
 
+def _instead(o: table.MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
+    """The operator that runs a call in the dtype of its tokens, and its operands; None for a call that runs in FP8."""
+    return _few_call(o) or _exact_call(o)
+
+
 def _few_call(o: table.MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
-    """As `_exact_call`, for few tokens. What a CUDA graph of such calls would read, which may be captured later, is made."""
+    """As `_instead`, for few tokens. What a CUDA graph of such calls would read, which may be captured later, is made."""
     captured = o.x.is_cuda and torch.cuda.is_current_stream_capturing()
     if not _is_few(o, captured):
         return None
     if o.cached and not captured and isinstance(o.w1, Tensor) and is_new(o.w1) and not (_is_few(o, True) or why_not(o)):
-        first(o, False), second(o, False)
-    return _OPS.moe_ffn.default, MoeFfn.split((*o,))[0]
+        copies(o, False)
+    return _OPS.moe_ffn.default, o.to(MoeFfn)
 
 
 def _is_few(o: table.MoeFfnFp8Forward, captured: bool) -> bool:
@@ -407,9 +385,9 @@ def always() -> AbstractContextManager[None]:
 library.register_kernel("moe_ffn_fp8_backward", "any", backward)
 library.register_autograd_kernel("moe_ffn_fp8", _autograd)
 # On plain CUDA tensors; `why_not` was asked about them.
-moe_ffn_autograd.register_on_cuda("moe_ffn_fp8", lambda _, *args: _run(table.MoeFfnFp8(*args), False, checked=False))
+moe_ffn_autograd.register_on_cuda("moe_ffn_fp8", lambda _, *args: _run(table.MoeFfnFp8(*args), False))
 moe_ffn_autograd.register_on_cuda(
-    "moe_ffn_fp8_forward", lambda _, *args: _run(table.MoeFfnFp8Forward._make(args), True, checked=False)
+    "moe_ffn_fp8_forward", lambda _, *args: _run(table.MoeFfnFp8Forward._make(args), True)
 )
 moe_ffn_autograd.register_on_cuda("moe_ffn_fp8_backward", lambda _, *args: backward(*args))
 
@@ -425,16 +403,6 @@ def from_sources(o: table.MoeFfnFp8Forward) -> table.MoeFfnFp8 | None:
         return None if _is_few(o, False) else found
     say_once(f"compute='fp8_block' multiplies in {o.x.dtype} by weights that are packed or have adapters: {found}")
     return None
-
-
-def on_packed(o: table.MoeFfnFp8) -> Any:
-    """The layer past torch's dispatcher, on weights that are quantised, without gradients."""
-    instead = _exact_call(o)
-    if instead is not None:
-        operator, given = instead
-        return operator(*given)
-    with _AutoDispatchBelowAutograd():
-        return moe_ffn_autograd.run("moe_ffn_fp8", *o)
 
 
 def _as_they_lie(o: table.MoeFfnFp8Forward) -> table.MoeFfnFp8 | str:

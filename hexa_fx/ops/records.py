@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typing
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from operator import itemgetter
@@ -131,126 +131,59 @@ class Operand(NamedTuple):
     terms: tuple[Term, ...]
 
 
-def check_of(
-    fields: Sequence[str],
-    operands: Sequence[Operand],
-    choices: Mapping[str, tuple[str, ...]],
-    counts: Sequence[str],
-) -> Callable[[Any, str], None]:
-    """A function of a record and the operator's name, which raises `InputError` unless the operands fit together.
-
-    Args:
-        fields: of the record.
-        operands: those that are tensors of a form.
-        choices: fields that have some values only.
-        counts: fields that are 1 or more.
-    """
-    scope: dict[str, Any] = {"FLOATING": FLOATING, "refusal": _refusal, "InputError": InputError, "operands": operands}
-    scope |= {"single": torch.float32, "double": torch.float64}
-    scope |= {f"dtypes{n}": each.dtypes for n, each in enumerate(operands)}
-    lines = ("def check(o, op):", f"{', '.join(fields)}, = o", *_of_values(choices, counts), *_of_tensors(operands))
-    exec("\n ".join(lines), scope)
-    check: Callable[[Any, str], None] = scope["check"]
-    return check
-
-
-def _of_values(choices: Mapping[str, tuple[str, ...]], counts: Sequence[str]) -> Iterator[str]:
-    for name, values in choices.items():
-        expected = " or ".join(map(repr, values))
-        yield f'if {name} not in {values}: raise InputError(f"hexa::{{op}}: unknown {name} {{{name}!r}}; expected {expected}")'
-    for name in counts:
-        yield f'if {name} < 1: raise InputError(f"hexa::{{op}}: {name} is {{{name}}}; expected 1 or more")'
+def _fits(o: Any, each: Operand, t: Any, known: dict[str, int]) -> bool:
+    """Whether an operand has its sizes. known: by symbol, those that others have, which grow by its own."""
+    form, terms = each.form, each.terms
+    found: tuple[int, ...] = (t.numel(),) if form.flat else t.shape
+    if len(found) != len(terms):
+        return not terms
+    if form.layout and getattr(o, form.layout) == "kn":
+        *outer, column, row = found
+        found = (*outer, row, column)
+    if form.by and getattr(o, form.by) is not None:
+        found = (found[0] * o.top_k, *found[1:])
+    for (symbol, per, plus, _), size in zip(terms, found):
+        if per != 1 or plus:
+            size = (size - plus) * per
+        if symbol.isidentifier():
+            if known.setdefault(symbol, size) != size:
+                return False
+        elif symbol and size != (getattr(o, symbol[1:]) if symbol[0] == "." else int(symbol)):
+            return False
+    return True
 
 
-def _of_tensors(operands: Sequence[Operand]) -> Iterator[str]:
-    first = next((each.name for each in operands if each.dtypes is None), None)
-    if first is not None:
-        yield f"dtype = {first}.dtype"
-        expected = f"has dtype {{dtype}}; expected one of {FLOATING}"
-        yield f'if dtype not in FLOATING: raise InputError(f"hexa::{{op}}: {first} {expected}")'
-    for each in operands[:1]:
-        yield f"device = {each.name}.device"
-    known: dict[str, bool] = {}  # by symbol, whether it may be unknown
-    later = {symbol for each in operands if each.optional for symbol, *_ in each.terms}
-    yield from (f"size_{symbol} = None" for symbol in later if symbol.isidentifier())
-    for number, each in enumerate(operands):
-        indent = ""
-        if each.optional:
-            yield f"if {each.name} is not None:"
-            indent = " "
-        yield from (indent + line for line in _of_operand(number, each, known))
-    yield 'if fault := o.faults(): raise InputError(f"hexa::{op}: {fault}")'
-
-
-def _of_operand(number: int, each: Operand, known: dict[str, bool]) -> Iterator[str]:
-    name, refused = each.name, f"raise refusal(op, operands, {number}, locals())"
-    if each.dtypes is None:
-        yield f"if {name}.dtype is not dtype: {refused}"
-    elif each.form.wide:
-        yield "wide = double if dtype is double else single"
-        yield f"if {name}.dtype is not wide and {name}.dtype is not dtype: {refused}"
-    elif each.dtypes:
-        yield f"if {name}.dtype not in dtypes{number}: {refused}"
-    if number:
-        yield f"if {name}.device != device: {refused}"
-    if not each.terms:
-        return
-    yield f"sizes = {f'({name}.numel(),)' if each.form.flat else f'{name}.shape'}"
-    yield f"if len(sizes) != {len(each.terms)}: {refused}"
-    places = [f"s{n}" for n in range(len(each.terms))]
-    yield f"{', '.join(places)}, = sizes"
-    if each.form.layout:
-        *_, row, column = places
-        yield f"if {each.form.layout} == 'kn': {row}, {column} = {column}, {row}"
-    for place, (symbol, per, plus, _) in zip(places, each.terms):
-        size = f"({place} - {plus})" if plus else place
-        size += f" * {per}" if per > 1 else ""
-        if each.form.by and place == "s0":
-            size += f" * (1 if {each.form.by} is None else top_k)"
-        if not symbol.isidentifier():
-            value = f"o.{symbol.removeprefix('.')}" if symbol.startswith(".") else symbol
-            yield f"if {size} != {value}: {refused}" if symbol else "pass"
-        elif symbol not in known:
-            known[symbol] = each.optional
-            yield f"size_{symbol} = {size}"
-        elif known[symbol]:
-            known[symbol] = each.optional
-            yield f"if size_{symbol} is None: size_{symbol} = {size}"
-            yield f"elif {size} != size_{symbol}: {refused}"
-        else:
-            yield f"if {size} != size_{symbol}: {refused}"
-
-
-def _refusal(op: str, operands: Sequence[Operand], number: int, given: dict[str, Any]) -> InputError:
-    """What is said of an operand that does not fit; given: the fields, and the sizes that are known."""
-    each, first, t = operands[number], operands[0], given[operands[number].name]
-    if t.device != given["device"]:
-        return InputError(f"hexa::{op}: {each.name} is on {t.device}, {first.name} on {given['device']}")
-    if each.dtypes is None and t.dtype != given["dtype"]:
-        floating = next(other.name for other in operands if other.dtypes is None)
-        mixed = f"{floating} is {given['dtype']} but {each.name} is {t.dtype}"
+def _refusal(op: str, o: Any, each: Operand, dtype: torch.dtype | None, known: dict[str, int]) -> InputError:
+    """What is said of an operand that does not fit. dtype: of floating ones."""
+    form, first, t = each.form, o.operands[0], getattr(o, each.name)
+    beside = getattr(o, first.name)
+    if t.device != beside.device:
+        return InputError(f"hexa::{op}: {each.name} is on {t.device}, {first.name} on {beside.device}")
+    if each.dtypes is None and t.dtype != dtype:
+        mixed = f"{o.floating} is {dtype} but {each.name} is {t.dtype}"
         return InputError(f"hexa::{op}: {mixed}; cast one of them, or run under torch.autocast")
-    gathered = bool(each.form.by) and given[each.form.by] is not None
-    said = [_size(term, given) if number or not gathered else term.text for number, term in enumerate(each.terms)]
-    if each.form.layout and given[each.form.layout] == "kn":
+    gathered = bool(form.by) and getattr(o, form.by) is not None
+    said = [_size(term, o, known) if place or not gathered else term.text for place, term in enumerate(each.terms)]
+    if form.layout and getattr(o, form.layout) == "kn":
         *lead, row, column = said
         said = [*lead, column, row]
-    expected = f"{said[0]} numbers" if each.form.flat else f"({', '.join(said)}{',' * (len(said) == 1)})"
-    beside = "" if first is each else f" beside {first.name} {shape(given[first.name])}"
+    expected = f"{said[0]} numbers" if form.flat else f"({', '.join(said)}{',' * (len(said) == 1)})"
+    others = "" if first is each else f" beside {first.name} {shape(beside)}"
     if gathered:
-        beside += f", {given['top_k']} rows of {each.form.by} {shape(given[each.form.by])} for each"
-    says = (
-        f"{' or '.join(dict.fromkeys((str(given['wide']), str(given['dtype']))))} "
-        if each.form.wide
-        else each.form.says
-    )
-    return InputError(f"hexa::{op}: {each.name} is {shape(t)}; expected {says}{expected}{beside}")
+        others += f", {o.top_k} rows of {form.by} {shape(getattr(o, form.by))} for each"
+    says = f"{' or '.join(dict.fromkeys(map(str, _wide(dtype))))} " if form.wide else form.says
+    return InputError(f"hexa::{op}: {each.name} is {shape(t)}; expected {says}{expected}{others}")
 
 
-def _size(term: Term, given: dict[str, Any]) -> str:
+def _size(term: Term, o: Any, known: dict[str, int]) -> str:
     symbol, per, plus, text = term
-    known = getattr(given["o"], symbol.removeprefix(".")) if symbol.startswith(".") else given.get(f"size_{symbol}")
-    return text if known is None else str(known // per + plus)
+    size = getattr(o, symbol[1:]) if symbol.startswith(".") else known.get(symbol)
+    return text if size is None else str(size // per + plus)
+
+
+def _wide(dtype: torch.dtype | None) -> tuple[torch.dtype | None, ...]:
+    """What a buffer for sums of a dtype may have."""
+    return torch.float64 if dtype == torch.float64 else torch.float32, dtype
 
 
 R = TypeVar("R", bound="Operands")
@@ -317,6 +250,10 @@ class Operands(metaclass=_Record):
     """Of every field."""
     operands: ClassVar[tuple[Operand, ...]]
     """Those that are tensors of a form."""
+    tensors_and_numbers: ClassVar[tuple[list[int], list[int]]]
+    """Places of `operands`, and of what else their sizes depend on."""
+    floating: ClassVar[str]
+    """The first operand whose dtype others have, too; empty if there is none."""
     choices: ClassVar[dict[str, tuple[str, ...]]]
     counts: ClassVar[tuple[str, ...]]
     """Fields that have some values only, and those that are 1 or more."""
@@ -356,6 +293,12 @@ class Operands(metaclass=_Record):
             )
             for name, form in forms
         )
+        tensors, numbers = [each.name for each in cls.operands], (int, str, bool)
+        cls.tensors_and_numbers = (
+            [place for place, name in enumerate(cls._fields) if name in tensors],
+            [place for place, name in enumerate(cls._fields) if cls.types[name] in numbers],
+        )
+        cls.floating = next((each.name for each in cls.operands if each.dtypes is None), "")
 
     @classmethod
     def pick(cls, *names: str) -> Callable[[Any], tuple[Any, ...]]:
@@ -396,13 +339,46 @@ class Operands(metaclass=_Record):
 
     def check(self, op: str) -> None:
         """Raises `InputError` unless the operands of ``hexa::<op>`` fit together."""
-        check = _checks.get(type(self))
-        if check is None:
-            check = _checks[type(self)] = check_of(self._fields, self.operands, self.choices, self.counts)
-        check(self, op)
+        tensors, numbers = self.tensors_and_numbers
+        each = [None if (t := self[place]) is None else (t.shape, t.dtype, t.device) for place in tensors]
+        kind = type(self), *each, *[self[place] for place in numbers]
+        try:
+            seen = kind in _accepted
+        except TypeError:  # sizes that stand for any while a call is traced
+            seen, kind = False, ()
+        if not seen:
+            self._check(op)
+            if len(_accepted) >= _MOST:
+                _accepted.clear()
+            _accepted.add(kind)
+        if fault := self.faults():
+            raise InputError(f"hexa::{op}: {fault}")
+
+    def _check(self, op: str) -> None:
+        """Sizes, types and devices."""
+        for name, values in self.choices.items():
+            if (value := getattr(self, name)) not in values:
+                expected = " or ".join(map(repr, values))
+                raise InputError(f"hexa::{op}: unknown {name} {value!r}; expected {expected}")
+        for name in self.counts:
+            if (count := getattr(self, name)) < 1:
+                raise InputError(f"hexa::{op}: {name} is {count}; expected 1 or more")
+        dtype = getattr(self, self.floating).dtype if self.floating else None
+        if dtype is not None and dtype not in FLOATING:
+            raise InputError(f"hexa::{op}: {self.floating} has dtype {dtype}; expected one of {FLOATING}")
+        device, known = getattr(self, self.operands[0].name).device, dict[str, int]()
+        for each in self.operands:
+            t = getattr(self, each.name)
+            if t is None and each.optional:
+                continue
+            allowed = _wide(dtype) if each.form.wide else (dtype,) if each.dtypes is None else each.dtypes
+            if (allowed and t.dtype not in allowed) or t.device != device or not _fits(self, each, t, known):
+                raise _refusal(op, self, each, dtype, known)
 
 
-_checks: dict[type[Operands], Callable[[Any, str], None]] = {}
+_accepted: set[tuple[Any, ...]] = set()
+"""Kinds of calls whose operands fit together: a call of a few microseconds waits for the question."""
+_MOST = 4096
 _places: dict[tuple[Any, ...], list[int]] = {}
 """Of `Operands.to`, by the records and the names of other operands: a layer of a few microseconds waits for it."""
 

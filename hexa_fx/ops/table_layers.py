@@ -21,12 +21,6 @@ from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.table import Activated, Bias, gate_and_up_faults, routing_of, width_of
 from hexa_fx.ops.table_variants import check_packed, shaped_as
 
-PARAMETERS = ("w1", "b1", "w3", "b3", "w2", "b2")
-OPERANDS = ("x", "top_k_weights", *PARAMETERS)
-"""The differentiable operands of moe_ffn, in the order of its schema."""
-FACTORS = ("a1", "c1", "a3", "c3", "a2", "c2")
-SOURCES_OPERANDS = (*OPERANDS, *FACTORS)
-"""Those of moe_ffn_sources."""
 READ_WITH_X = frozenset({"w1", "w3", "a1", "a3"})
 """Those whose gradients are made of x."""
 
@@ -44,6 +38,15 @@ class Weights(Operands):
     b3: Bias
     w2: Annotated[Tensor, floating("E O .inner", layout="layout2")]
     b2: Annotated[Tensor | None, floating("E O")]
+
+
+_, *_parameters = Weights._fields
+PARAMETERS = tuple(_parameters)
+OPERANDS = ("x", "top_k_weights", *PARAMETERS)
+"""The differentiable operands of moe_ffn, in the order of its schema."""
+FACTORS = ("a1", "c1", "a3", "c3", "a2", "c2")
+SOURCES_OPERANDS = (*OPERANDS, *FACTORS)
+"""Those of moe_ffn_sources."""
 
 
 class Static(Activated):

@@ -33,7 +33,7 @@ from hexa_fx.isolation.module_tree import (
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly, ReadMiss
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.resolution import Resolution, generates, is_another_number, lies_in, still_the_same, submodule
+from hexa_fx.runtime.resolution import Resolution, is_another_number, lies_in, still_the_same, submodule
 
 HOOKS_OF_ALL = (
     torch_module._global_forward_hooks,
@@ -118,29 +118,15 @@ class AttributeGuards:
         self._bases = bases
         self._is_same: Check | None = None
         self._missed: PythonRead | None = None
-        # What holds before `generate` decodes, and while it does.
-        self._sides: tuple[Check | None, Check | None] = (None, None)
         self._are_hooked: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
         """Raises `GuardMiss` if anything changed. Not where a compiler traces."""
         block, is_same = self._block(), self._is_same  # read once: other threads may check, too
         if is_same is None or not is_same(block):
-            other = self._on_other_side(block, is_same)
-            if other is not None:
-                self._is_same = other
-            else:
-                self._resolve()  # raises if something differs, and otherwise knows the new objects
+            self._resolve()  # raises if something differs, and otherwise knows the new objects
         if self._are_hooked():
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
-
-    def _on_other_side(self, block: Any, is_same: Check | None) -> Check | None:
-        """What holds now if `generate` has begun or ended to decode, as it did before; else None."""
-        plain, decoding = self._sides
-        if plain is None or decoding is None or is_same not in (plain, decoding):
-            return None
-        other = plain if is_same is decoding else decoding
-        return other if other(block) and (other is plain or generates()) else None
 
     def check_in_trace(self) -> None:
         """The same where a compiler traces: dtypes, settings and what has two names, by plain attribute access, which a tracer
@@ -176,11 +162,11 @@ class AttributeGuards:
         return modules[path]
 
     def _resolve(self) -> None:
-        block, before, missed = self._block(), self._is_same, self._missed
+        block, missed = self._block(), self._missed
         assert block is not None
         if missed is not None and is_another_number(block, missed):
             raise ReadMiss(str(missed))
-        self._is_same, self._sides = None, (None, None)
+        self._is_same = None
         names = frozenset(name for names in self.other_names for name in names)
         reads = (*self.forward, *self.reads)
         try:
@@ -201,9 +187,7 @@ class AttributeGuards:
         inner = [submodule(modules, path) for path in self.inner]
         found.checks += [lies_in(vars(m), HOOKS[0], getattr(m, HOOKS[0])) for m in inner]  # as in `paths`
         self._are_hooked = partial(any, [*HOOKS_OF_ALL, *(getattr(m, hooks) for m in inner for hooks in HOOKS)])
-        is_same = still_the_same(found)
-        self._sides = before if found.switched else None, is_same
-        self._is_same = is_same  # last: other threads take it as it is
+        self._is_same = still_the_same(found)  # last: other threads take it as it is
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttributeGuards:
         """For a copy of the block, to which it is to be bound. What lies outside of it is the same for both, whatever its name."""

@@ -212,6 +212,20 @@ def is_plain(value: Any) -> bool:
     return kind is torch.Tensor or (issubclass(kind, torch.Tensor) and kind.__module__.partition(".")[0] in _TORCHS)
 
 
+ASKED_OF_INPUTS = {
+    "dtype": ("x.dtype", "dtype {}"),
+    "device": ("x.device.type", "device {}"),
+    "contiguous": ("x.is_contiguous()", "is_contiguous() {}"),
+    "requires_grad": ("x.requires_grad", "requires_grad {}"),
+    "ndim": ("x.ndim", "{} dimensions"),
+    "last": ("x.shape[-1]", "{} in a row"),
+}
+"""By the name under which an `InputGuard` says what it is to be: what is asked of a tensor ``x``, and in words."""
+_READ: dict[str, Callable[[torch.Tensor], Any]] = {
+    name: eval(f"lambda x: {code}") for name, (code, _) in ASKED_OF_INPUTS.items()
+}
+
+
 def check_input(guard: InputGuard, value: Any) -> None:
     """Raises `GuardMiss` if one input differs from what was traced."""
     if guard.kind == "constant":
@@ -227,24 +241,16 @@ def check_input(guard: InputGuard, value: Any) -> None:
         )
     if guard.dtype is not None and dtype_class(value.dtype) != dtype_class(guard.dtype):
         raise GuardMiss(f"the input {guard.name!r} is not {dtype_class(guard.dtype)}")
-    if guard.exact_dtype and value.dtype != guard.dtype:
-        raise GuardMiss(
-            f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}, which its code asks for; "
-            "hexa_fx.undo_ and hexa_fx.optimize_ record it anew"
-        )
-    if guard.device is not None and value.device.type != guard.device:
-        raise GuardMiss(f"the input {guard.name!r} is on {value.device}; the block was recorded on {guard.device}")
-    if guard.contiguous is not None and value.is_contiguous() != guard.contiguous:
-        raise GuardMiss(f"the input {guard.name!r} lies otherwise in memory, which the block's code asks for")
-    if guard.requires_grad is not None and value.requires_grad != guard.requires_grad:
-        raise GuardMiss(f"the input {guard.name!r} {'does not want' if guard.requires_grad else 'wants'} a gradient")
-    if guard.ndim is not None and value.dim() != guard.ndim:
-        raise GuardMiss(f"the input {guard.name!r} does not have {guard.ndim} dimensions")
-    if guard.last is not None and value.shape[-1] != guard.last:
-        raise GuardMiss(
-            f"the input {guard.name!r} has {value.shape[-1]} in a row; the block was recorded with {guard.last}, and "
-            "hexa_fx.undo_ and hexa_fx.optimize_ record it anew"
-        )
+    for name, (_, said) in ASKED_OF_INPUTS.items():
+        wanted = getattr(guard, name)
+        if wanted is None or (name == "dtype" and not guard.exact_dtype):
+            continue
+        now = _READ[name](value)
+        if now != wanted:
+            raise GuardMiss(
+                f"the input {guard.name!r} has {said.format(now)}; the block was recorded with {said.format(wanted)}, and "
+                "hexa_fx.undo_ and hexa_fx.optimize_ record it anew"
+            )
     if guard.filled and value.numel() == 0:
         raise SizeMiss(f"the input {guard.name!r} is empty, of which the block's code gives something else")
 

@@ -59,18 +59,26 @@ def unpacked(module: nn.Module) -> Iterator[int]:
         yield len(held)
 
 
-def collecting(function: F) -> F:
-    """Decorates what analyses a model or packs it: where weights are packed, their numbers end with it.
-
-    Recorded graphs hold these and refer to themselves, so that a block's numbers would last until Python happens to collect.
+@contextmanager
+def collected_after(model: nn.Module) -> Iterator[None]:
+    """A context after which what an analysis of a model leaves is collected at once where a device is in use, or weights are
+    packed: recorded graphs refer to themselves. Garbage would hold memory, a block's numbers among it, and what autograd keeps of a
+    parameter, which remembers the stream that it first ran on: a step of the model could not be recorded as a CUDA graph.
     """
+    try:
+        yield
+    finally:
+        if (gc.isenabled() and torch.cuda.is_initialized()) or packed_parameters(model):
+            gc.collect()
+
+
+def collecting(function: F) -> F:
+    """Decorates what analyses a model or packs it: as `collected_after`."""
 
     @functools.wraps(function)
     def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = function(model, *args, **kwargs)
-        if packed_parameters(model):
-            gc.collect()
-        return result
+        with collected_after(model):
+            return function(model, *args, **kwargs)
 
     return cast(F, run)
 

@@ -25,7 +25,7 @@ from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
 from hexa_fx.capture.records import number_of_new, reached
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.canonicalize.size_origins import trace_sizes
-from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, literals, nodes_in
+from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, literals, nodes_in, traced
 
 
 def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
@@ -181,9 +181,8 @@ def _weight_and_data(terms: Sequence[str], operands: Sequence[Node], result: str
 
 def _is_weight(node: Node) -> bool:
     """Whether it is computed from parameters alone, or is those parts of one that ids choose."""
-    while (operation(node) == "getitem" or ops.casts(node)) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return not any(n.op == "placeholder" for n in ancestors([node]))
+    behind = traced(node, lambda n: operation(n) == "getitem" or ops.casts(n))[-1:]
+    return not any(n.op == "placeholder" for n in ancestors(behind))
 
 
 def join_products(graph: torch.fx.Graph, kept: Container[Node] = ()) -> bool:

@@ -56,6 +56,14 @@ def descendants(roots: Iterable[Node], stop: Callable[[Node], bool] | None = Non
     return reached(roots, _users_of if stop is None else lambda node: () if stop(node) else node.users)
 
 
+def traced(node: Node, through: Callable[[Node], bool]) -> list[Node]:
+    """``node``, and what it was made of, each by its first operand, as far as operations go ``through``, the latest first."""
+    found = [node]
+    while through(found[-1]) and found[-1].all_input_nodes:
+        found.append(found[-1].all_input_nodes[0])
+    return found
+
+
 _inputs_of, _users_of = operator.attrgetter("all_input_nodes"), operator.attrgetter("users")
 
 

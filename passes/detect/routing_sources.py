@@ -16,7 +16,7 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor
+from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor, traced
 from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.slots import TWICE, Pairs, Slots, is_factor
 from hexa_fx.passes.detect.tags import Tag
@@ -266,21 +266,13 @@ def factors_on_outputs(slots: Slots, search: Search) -> Iterator[tuple[RoutingSo
     region = [n for n in search.captured.graph.nodes if n in behind and tags[n].experts and not tags[n].weight]
     scaled = [(n, kind(n) == "div") for n in region if kind(n) in ("mul", "div")]
     factors = ((factor, divides) for node, divides in scaled for factor in node.all_input_nodes[divides:])
-    moved = dict.fromkeys((source, divides) for factor, divides in factors for source in _moved(factor))
+    moved = dict.fromkeys((source, divides) for factor, divides in factors for source in traced(factor, ops.moves))
     for source, divides in moved:
         if source not in search.candidates or not is_float(source):
             continue
         for table in _tables(source, slots):
             numbers = table.of_pairs
             yield replace(table.source, divides=divides), 1 / numbers if divides else numbers
-
-
-def _moved(node: Node) -> Iterator[Node]:
-    """``node``, and what it holds rows of."""
-    yield node
-    while ops.moves(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-        yield node
 
 
 def straight_through(slots: Slots, known: Sequence[Node], end: Node) -> tuple[RoutingSource, ...]:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals, traced
 from hexa_fx.passes.ranks import Order, rank_among_equals, ranks_of_choices
 
 
@@ -111,8 +111,7 @@ def chosen_apart(ids: Iterable[Node]) -> bool:
 
 def _choices(ids: Node) -> list[Node]:
     """The operations whose results ids are parts of, or put together from."""
-    while _is_part(ids) and ids.all_input_nodes:
-        ids = ids.all_input_nodes[0]
+    ids = traced(ids, _is_part)[-1]
     if operation(ids) in ("stack", "cat"):
         return [choice for column in ids.all_input_nodes for choice in _choices(column)]
     return [ids]

@@ -23,7 +23,7 @@ from hexa_fx.capture.records import reached
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Layout
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, literals, live_nodes, twins
+from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, literals, live_nodes, traced, twins
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.stacks import Form, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
@@ -498,10 +498,7 @@ class StepReader:
 
 def moved_from(node: Node, source: Node) -> bool:
     """Whether ``node`` holds rows of ``source``, moved by operations that change no number."""
-    views = {source}  # what it is a view or cast of, too
-    while (ops.views(source) or ops.casts(source)) and source.args and isinstance(source.args[0], Node):
-        source = source.args[0]
-        views.add(source)
+    views = {*traced(source, ops.keeps_numbers)}  # what it is a view or cast of, too
 
     def given(item: Node) -> list[Node]:
         if item in views or ops.makes(item):

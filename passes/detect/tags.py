@@ -16,7 +16,7 @@ from torch.fx import Node
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.graph import is_float, is_tensor
+from hexa_fx.passes.detect.graph import is_float, is_tensor, traced
 
 ALL = -1
 """Stands for every expert at once, in a value computed from stacked weights."""
@@ -243,8 +243,7 @@ def _tag_node(
 def _has_a_part_each(weight: Node, counts: set[int]) -> bool:
     """Whether a weight has a part for each expert, perhaps with rows after these for slots without an expert, and is no matrix
     that tokens are multiplied with, as a router's is."""
-    while kind(weight) in ("cat", "pad") and weight.all_input_nodes:
-        weight = weight.all_input_nodes[0]
+    weight = traced(weight, ops.of("cat pad"))[-1]
     if record_of(weight).value.shape[:1].numel() not in counts:
         return False
     alike = weight.graph.find_nodes(op="get_attr", target=weight.target, sort=False) if weight.op == "get_attr" else []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
+from hexa_fx.contexts import attributes_set
 from hexa_fx.isolation.outcome import ALL_WANTED
 from hexa_fx.passes.inputs.routing_override import ForcedRouting, raised
 
@@ -170,6 +171,9 @@ class FreshInputs:
         self.kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
         rows = self._rows(_shapes(self._leaves))
         self.kinds = [_of_rows(leaf, rows, num_experts) or kind for leaf, kind in zip(self._leaves, self.kinds)]
+        place = self.tokens_at()
+        if place is not None and bool(self._leaves[place].min() == self._leaves[place].max()):
+            self.kinds[place] = "signed"  # ones or zeros have no range of their own
         self.given_routing = not _ROUTING.isdisjoint(self.kinds)
         self.asked = ALL_WANTED
 
@@ -188,14 +192,9 @@ class FreshInputs:
         """(args, kwargs) of the example's shapes; floating tensors in ``dtype``."""
         return self._make(_shapes(self._leaves), dtype, routing)
 
-    @contextmanager
-    def integers_kept(self) -> Iterator[None]:
-        """A context in which integers and masks, but for a routing, are those of the example, repeated to other sizes."""
-        self._keeps = True
-        try:
-            yield
-        finally:
-            self._keeps = False
+    def kept(self) -> AbstractContextManager[None]:
+        """A context in which all but tokens, a routing and its weights is as in the example, repeated to other sizes."""
+        return attributes_set(self, _keeps=True)
 
     def sized_like_example(self, inputs: tuple[Any, Any]) -> bool:
         """Whether (args, kwargs) have the example's shapes."""
@@ -219,28 +218,19 @@ class FreshInputs:
             size: (batch, sequence); what is not drawn anew is repeated to it. None: the example's.
             vocabulary: where the block is given no floats, its integers are drawn below this.
         """
-        generator = torch.Generator().manual_seed(self._seed)
-        draw, place = _Draw(generator), self.tokens_at()
-        if (place is None and vocabulary is None) or (place is not None and self._may_route_alike(place)):
+        shapes, place = _shapes(self._leaves) if size is None else self._resized(size), self.tokens_at()
+        if place is None:
+            return None if vocabulary is None else self._with_random_ids(shapes, vocabulary)
+        if self._may_route_alike(place):
             return None
-        made = []
-        shapes = _shapes(self._leaves) if size is None else self._resized(size)
-        draw.rows = self._rows(shapes)
-        for number, (leaf, kind, shape) in enumerate(zip(self._leaves, self.kinds, shapes)):
-            if not isinstance(leaf, torch.Tensor):
-                made.append(leaf)
-                continue
-            if number == place:
-                new = _random_tokens(leaf, shape, generator)
-            elif place is None and vocabulary is not None:
-                new = _random_ids(leaf, shape, vocabulary, generator)
-            elif kind in _ROUTING:
-                new = self._fill(leaf, kind, shape, draw)
-            elif self._weighs_tokens(leaf):
-                new = torch.rand(shape, generator=generator, device="cpu") * leaf.abs().max().cpu() + 1e-3
-            else:
-                new = _repeated_to(leaf, shape)
-            made.append(_cast(new, leaf, leaf.dtype))
+        with self.kept():
+            return self._make(shapes, None)
+
+    def _with_random_ids(self, shapes: Sequence[tuple[int, ...]], vocabulary: int) -> tuple[Any, Any]:
+        generator, made = torch.Generator().manual_seed(self._seed), []
+        for leaf, shape in zip(self._leaves, shapes):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            made.append(_cast(_random_ids(leaf, shape, vocabulary, generator), leaf) if is_tensor else leaf)
         args, kwargs = pytree.tree_unflatten(made, self._spec)
         return args, kwargs
 
@@ -250,6 +240,10 @@ class FreshInputs:
             if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and kind in ("signed", "unsigned"):
                 return number
         return None
+
+    def _is_tokens(self, leaf: torch.Tensor) -> bool:
+        place = self.tokens_at()
+        return place is not None and leaf is self._leaves[place]
 
     def _rows(self, shapes: Sequence[tuple[int, ...]]) -> int:
         place = self.tokens_at()
@@ -299,7 +293,7 @@ class FreshInputs:
         return self._experts_a_token(leaf, "ids") <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
 
     def _make(
-        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, routing: ForcedRouting | None
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype | None, routing: ForcedRouting | None = None
     ) -> tuple[Any, Any]:
         key = tuple(shapes), "" if routing is None else routing.name, self._keeps
         if key not in self._made:
@@ -314,7 +308,7 @@ class FreshInputs:
 
     def _fill(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
         generator, numbers = draw.generator, torch.empty(shape, dtype=torch.float64, device="cpu")
-        if kind in ("integer", "bool") and self._keeps:
+        if self._keeps and not (kind in _ROUTING or self._is_tokens(leaf) or self._weighs_tokens(leaf)):
             return _repeated_to(leaf, shape)
         if kind == "scores":
             scores = numbers.normal_(generator=generator)
@@ -386,26 +380,15 @@ def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:
     return kinds
 
 
-def _cast(new: Any, leaf: Any, dtype: torch.dtype) -> Any:
-    """A copy that lies in memory as the example does, which views may hinge on, and wants a gradient if that does."""
+def _cast(new: Any, leaf: Any, dtype: torch.dtype | None = None) -> Any:
+    """A copy that lies in memory as the example does, which views may hinge on, and wants a gradient if that does. Of floats in
+    ``dtype``, if there is one."""
     if not isinstance(leaf, torch.Tensor):
         return new
     order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
-    dtype = dtype if leaf.is_floating_point() else leaf.dtype
-    made = torch.empty_permuted(new.shape, order, dtype=dtype, device=leaf.device)
+    wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+    made = torch.empty_permuted(new.shape, order, dtype=wanted, device=leaf.device)
     return made.copy_(new.detach()).requires_grad_(leaf.requires_grad)
-
-
-def _random_tokens(leaf: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Of the example's range; around its number where it is all of one."""
-    example = leaf.detach().double()
-    spread = float(example.detach().std()) if leaf.numel() > 1 else 0.0
-    made = torch.empty(shape, dtype=torch.float64, device="cpu")
-    if not 0 < spread < float("inf"):
-        return made.normal_(generator=generator) + _finite(example.flatten()[0])
-    if bool((example >= 0).all()):
-        return made.uniform_(generator=generator) * _finite(example.max())
-    return made.normal_(generator=generator) * spread + _finite(example.mean())
 
 
 def _random_ids(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import ChainMap
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,14 +17,15 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.decisions import Condition, cuts_rows
-from hexa_fx.passes.detect.graph import adds_dimension, ancestors, is_float, is_tensor, writes_outside, written_from
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.kept_calls import (
     KeptNodes,
-    conditions_of_opened,
+    decided_again,
+    decisions_of,
     keep,
     kept_routers,
     left_by_opened,
@@ -87,64 +88,6 @@ def _is_of_floats(guard: InputGuard) -> bool:
     return guard.dtype is not None and guard.dtype.is_floating_point
 
 
-_KEEP_ORDER = ("reshape", "view", "flatten", "contiguous")
-
-
-def fold_views(graph: torch.fx.Graph) -> None:
-    """Changes the graph in place. What nothing reads any more is left for the caller to drop."""
-    for node in graph.find_nodes(op="call_method", target="reshape"):
-        if "from" in node.meta:  # the user's own, whose result may be written to
-            continue
-        source = node.args[0]
-        while _is_passed_by(source, node):
-            source = source.args[0]
-        node.update_arg(0, source)
-
-
-def fold_rows(graph: torch.fx.Graph, given: Mapping[Node, torch.Tensor], widths: Container[int]) -> set[Node]:
-    """Inputs that rewriting reads as rows of just as many numbers as they have in their last dimension.
-
-    The block is right with these inputs only while that stays so. Where they have two dimensions, they are read as they are.
-
-    Args:
-        given: inputs of the graph, and what the block was recorded with.
-        widths: how many numbers a row has, of the rows that count.
-    """
-    found = set()
-    for reader in graph.find_nodes(op="call_method", target="reshape"):
-        node = source = reader.args[0]
-        while node not in given and _keeps_order(node):
-            node = node.args[0]
-        if node not in given or "from" in reader.meta:
-            continue
-        value = given[node]
-        if value.dim() > 1 and value.shape[-1] in widths and reader.args[1:] == (-1, value.shape[-1]):
-            found.add(node)
-            if value.dim() == 2 and node is source:
-                reader.replace_all_uses_with(node)
-                graph.erase_node(reader)
-    return found
-
-
-def _keeps_order(node: Node) -> bool:
-    """Whether it is a view of all of its first operand's numbers, in their order."""
-    return (node.op == "call_method" and node.target in (*_KEEP_ORDER, "unsqueeze", "squeeze")) or adds_dimension(node)
-
-
-def _is_passed_by(inner: Node, reader: Node) -> bool:
-    """Whether a view holds its source's numbers in their order, and still does when its reader runs."""
-    if inner.op != "call_method" or inner.target not in _KEEP_ORDER or not isinstance(inner.args[0], Node):
-        return False
-    node = inner.next
-    while node is not reader:  # anything that may write
-        name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
-        in_place = name.endswith("_") and not name.endswith("__")
-        if node.op == "call_module" or in_place or name in ("set_item", "after") or "out" in node.kwargs:
-            return False
-        node = node.next
-    return True
-
-
 _FREE_OF_EFFECTS = (
     "size",
     "detach",
@@ -173,6 +116,8 @@ class _Rewriter:
     unwritten: dict[Node, Node] = field(default_factory=dict)
     """Copies of what regions read and the code writes to before it has added up their results."""
     called: dict[Node, ModuleCall] = field(default_factory=dict)
+    conditions: list[Condition] = field(default_factory=list)
+    """Under which the recorded graph looks like this."""
     opened: tuple[StoredValue, ...] = ()
     """What submodules keep that the new graph does not call, as their choices would be drawn twice."""
     elsewhere: frozenset[str] = frozenset()
@@ -180,16 +125,18 @@ class _Rewriter:
 
     def run(self) -> RewrittenBlock:
         captured = self.match.captured
-        regions = self._regions()
-        kept = keep(captured, self._roots(), [*regions])
+        outputs = [match.output for match in self.match.regions]
+        kept = keep(captured, self._roots(), outputs)
         called = {call.path for call in kept.calls.values() if call.function is None}
         self.opened = left_by_opened(captured, called, self._stored())
-        kept = keep(captured, self._roots(), [*regions]) if self.opened else kept
-        while conditions := conditions_of_opened(self.match, kept):
-            self.match = replace(self.match, conditions=(*self.match.conditions, *conditions))
-            kept = keep(captured, self._roots(), [*regions])
+        kept = keep(captured, self._roots(), outputs) if self.opened else kept
+        decisions = decisions_of(self.match)
+        while (conditions := decisions.conditions(decided_again(self.match, kept))) != self.conditions:
+            self.conditions = conditions  # to ask which, calls may have to be opened, of which more is asked
+            kept = keep(captured, self._roots(), outputs)
         cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
-        self.match = replace(self.match, conditions=(*self.match.conditions, *cut))
+        self.conditions = [*self.conditions, *cut]
+        regions = self._regions()
         for name, given in captured.arguments:
             placeholder = self.graph.placeholder(name.lstrip("*"))
             if isinstance(given, Node):
@@ -217,10 +164,7 @@ class _Rewriter:
         kept_values = tuple(self._map(item.value) for item in self._stored())
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
-        fold_views(self.graph)
-        given = {self.new[n]: record_of(n).value for _, n in captured.arguments if isinstance(n, Node)}
-        by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
-        by_rows.update(given.keys() & {self.new[match.source] for match in self.match.regions})
+        by_rows = {self.new[match.source] for match in self.match.regions if match.source.op == "placeholder"}
         by_rows.update(self.new[node] for match in self.match.regions for node in _given_slots(match))
         self._drop_unused()
         mark_without_autocast(self.graph, self.new, captured, self.match.regions)
@@ -234,7 +178,8 @@ class _Rewriter:
         return RewrittenBlock(*given_for, *of_python, dtypes=captured.dtypes)
 
     def _early_conditions(self) -> dict[Node, Condition]:
-        return {condition.node: condition for match in self.match.regions for condition in match.early_conditions}
+        """Those that are known before the experts run."""
+        return {condition.node: condition for condition in self.conditions if not condition.of_outputs}
 
     def _asked_first(self, kept: KeptNodes) -> set[Node]:
         """Conditions on what is there before anything is drawn, written or called, which are checked first."""
@@ -268,10 +213,11 @@ class _Rewriter:
     def _regions(self) -> dict[Node, RegionEmitter]:
         """By output."""
         found = {}
+        late = next((condition for condition in self.conditions if condition.of_outputs), None)
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
             outside = ChainMap(self.unwritten, self.new)
-            found[match.output] = RegionEmitter(match, self.graph, outside, weights, self.recompute_h)
+            found[match.output] = RegionEmitter(match, self.graph, outside, weights, self.recompute_h, late)
         return found
 
     def _stored(self) -> list[StoredValue]:
@@ -293,7 +239,8 @@ class _Rewriter:
     def _roots(self) -> list[Node]:
         found: list[Node] = []
         torch.fx.map_arg([item.value for item in self._stored()], found.append)
-        return found + [node for match in self.match.regions for node in _roots_of(match)]
+        found += [node for match in self.match.regions for node in _roots_of(match)]
+        return [*found, *self._early_conditions()]
 
     def _drop_unused(self) -> None:
         """Drops sizes and results that only the removed code read."""
@@ -395,11 +342,11 @@ def _given_as(node: Node) -> Node:
 
 
 def _roots_of(match: MoEMatch) -> list[Node]:
-    """What the region and its conditions are computed from, and what its result is written to."""
+    """What the region is computed from, and what its result is written to."""
     written = [written_from(match.output)] if writes_outside(match.output) else []
     sizes: list[Node] = []
     torch.fx.map_arg(leading_sizes(match.output), sizes.append)
-    return [*_read_by(match), *written, *sizes, *(condition.node for condition in match.early_conditions)]
+    return [*_read_by(match), *written, *sizes]
 
 
 def _read_by(match: MoEMatch) -> list[Node]:

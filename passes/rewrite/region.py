@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from hexa_fx.capture.records import reached
 from hexa_fx.ir import FfnSpec
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.decisions import is_check_of_numbers
-from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, is_tensor
+from hexa_fx.passes.detect.decisions import Condition, is_check_of_numbers
+from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, is_tensor, traced
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.slots import chosen_apart
@@ -84,8 +84,7 @@ def _moves(node: Node) -> bool:
 
 def _given(node: Node) -> Node | None:
     """The input that the ids are a view or part of; None if they are computed."""
-    while _moves(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
+    node = traced(node, _moves)[-1]
     return node if node.op == "placeholder" and is_tensor(node) and not is_float(node) else None
 
 
@@ -127,9 +126,10 @@ class RoutingEmitter:
     def quantity(self, source: RoutingSource, index: Node | None, as_marks: bool = False) -> Node:
         """A routing quantity as (T, k); a factor as floating point, ``as_marks`` as it is."""
         k, call = self.match.routing.top_k, self.graph.call_method
-        nodes = [self.outside[node] for node in source.nodes]
-        value = record_of(source.nodes[0]).value
-        if value.is_floating_point() and not any(_has_gradient(node, self.match.output) for node in source.nodes):
+        has_gradient = any(_has_gradient(node, self.match.output) for node in source.nodes)
+        source = self._unflattened(source)
+        nodes, value = [self.outside[node] for node in source.nodes], record_of(source.nodes[0]).value
+        if value.is_floating_point() and not has_gradient:
             nodes = [call("detach", (node,)) for node in nodes]
         if source.reading == "columns":
             if value.dim() == 2 and value.shape[1] == 1:
@@ -158,6 +158,17 @@ class RoutingEmitter:
             return self.graph.call_function(operator.getitem, (call("reshape", (node, -1)), index))
         factors = call("gather", (self._by_expert(node, source, value), 1, index))
         return factors if as_marks or not chosen_apart(self.match.routing.index.nodes) else self._once(factors, index)
+
+    def _unflattened(self, source: RoutingSource) -> RoutingSource:
+        """The source as it was before the code flattened it, perhaps to sort it, if that was (T, k) and nothing writes to it."""
+        if source.reading != "token_slot" or source.groups:
+            return source
+        recorded = self.match.captured.graph.nodes
+        written = {record_of(node).storage for node in recorded if node.op != "output" and record_of(node).writes}
+        behind = [node for node in traced(source.nodes[0], _keeps_order) if node in self.outside]
+        fitting = (node for node in behind if record_of(node).value.shape[1:] == (self.match.routing.top_k,))
+        found = next((node for node in fitting if record_of(node).storage not in written), source.nodes[0])
+        return replace(source, nodes=(found,))
 
     def times_constant(self, factor: Node | None, index: Node, tokens: Node) -> Node | None:
         """The factor (T, k) of the outputs, and the number in the code that they are multiplied by too."""
@@ -212,6 +223,7 @@ def _has_gradient(node: Node, end: Node) -> bool:
     return node is not end and end in reached([node], onward)
 
 
+_keeps_order = ops.of("reshape view flatten contiguous")
 _keeps_sizes = ops.of(
     "linear matmul mm bmm baddbmm addmm grouped_mm grouped_mm_fallback clone contiguous detach dropout softmax log_softmax "
     "layer_norm rms_norm cumsum zeros_like empty_like ones_like full_like index_add scatter scatter_add index_copy index_put "
@@ -255,10 +267,11 @@ def flat(value: Any) -> Iterator[Any]:
 
 @dataclass
 class RegionEmitter(RoutingEmitter):
-    """Emits all of a region into a graph."""
+    """Emits all of a region into a graph. ``late``: a condition on what experts give, which is asked of the result."""
 
     weights: WeightEmitter
     recompute_h: bool
+    late: Condition | None = None
 
     def emit(self) -> Node:
         """The node that stands for the region's output."""
@@ -292,9 +305,8 @@ class RegionEmitter(RoutingEmitter):
             result = self.graph.call_function(operator.add, (result, past_experts))
         if match.base is not None and match.passing != "weighted":
             result = self.graph.call_function(operator.add, (self._as_rows(match.base), result))
-        asked = next((condition for condition in match.conditions if condition.of_outputs), None)
-        if asked is not None:  # the code asks whether what experts give is finite
-            self.graph.call_function(guards.require_finite, (result, asked.as_recorded()))
+        if self.late is not None:  # the code asks whether what experts give is finite
+            self.graph.call_function(guards.require_finite, (result, self.late.as_recorded()))
         result = self._restore(result, self._dtype())
         return self.graph.call_method("detach", (result,)) if match.constant else result
 

@@ -200,11 +200,11 @@ class Comparison:
         override: TorchFunctionMode | None = None,
         gradients: bool = True,
     ) -> VerificationCase:
-        """A case on fresh inputs; on ones with the example's integers, if those of others do not keep the example's conditions."""
+        """A case on fresh inputs; on the example's but for tokens and routing, if others do not keep the example's conditions."""
         case = self.case(name, Call(make(), override, gradients))
         if case.outcome != "skipped" or case.changed or not case.detail.startswith(LEFT):
             return case
-        with self.inputs.integers_kept():
+        with self.inputs.kept():
             return self.case(name, Call(make(), override, gradients))
 
     def _all_reached(self, top_k: int) -> Iterator[VerificationCase]:

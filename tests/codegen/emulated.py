@@ -40,7 +40,7 @@ class EmulatedKernel:
         params = re.search(r"hexa_kernel\(const __grid_constant__ (\S+) p\)", source.text)[1]
         entry = f"emulator::run({{x, y, z}}, {source.launch.threads}, [&] {{ hexa_kernel(*static_cast<const {params}*>(p)); }});"
         launch = f"void launch(const void* p, unsigned x, unsigned y, unsigned z) {{ {entry} }}"
-        text = f'#include "emulator.hpp"\n{source.text}\nextern "C" {launch}\n'
+        text = f'#include "emulator.hpp"\n#define __CUDA_ARCH__ {spec.arch}0\n{source.text}\nextern "C" {launch}\n'
         program.write_text(text)
         subprocess.run(["g++", f"-I{header()}", *FLAGS, "-shared", str(program), "-o", str(library)], check=True)
         self._launch = ctypes.CDLL(str(library)).launch
@@ -54,17 +54,21 @@ class EmulatedKernel:
         self._launch(ctypes.c_void_p(parameters[0]), *map(ctypes.c_uint, config))
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory):
-    """Launches run here, as on a card of one multiprocessor, so that a block takes several units of work."""
-    folder, built = tmp_path_factory.mktemp("kernels"), {}
+def launches_run_here(patch: pytest.MonkeyPatch, folder: Path, card: cuda_choosing.Card) -> None:
+    """As on a card of one multiprocessor, so that a block takes several units of work."""
+    built: dict[KernelSpec, EmulatedKernel] = {}
 
     def get_kernel(spec: KernelSpec, node: str = "") -> EmulatedKernel:
         if spec not in built:
             built[spec] = EmulatedKernel(spec, folder)
         return built[spec]
 
+    without_a_device(patch, folder, card._replace(multiprocessors=1), get_kernel)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
-        without_a_device(patch, folder, AMPERE._replace(multiprocessors=1), get_kernel)
+        launches_run_here(patch, tmp_path_factory.mktemp("kernels"), AMPERE)
         yield
     cuda_choosing.forget_choices()

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+from benchmarks.launching import run
 from hexa_fx.cuda import fp8 as kernels
 from hexa_fx.formats.fp8_scaling import first_groups, quantize_groups, read_groups, read_rows, rows_as_bytes
 from hexa_fx.ops.activations import activation_forward, weighted_backward
@@ -143,7 +144,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
         torch.full((n, inner // 128), 7.0),
     ]
     given = EsmmActBackwardFp8(da, None, None, None, h, hs, weights, v, offs, K, activation, gated, (), ())
-    kernels.activation_gradient(given, into=wanted)
+    run(kernels.activation_gradient, given, into=wanted)
     wide, glu = read_rows(h, hs), "concat" if gated else "none"
     a, share = activation_forward(wide, activation, glu, ()), weights[v.long()][:, None]
     dh = weighted_backward(da.float() * share, wide, None, activation, glu, ())[0]
@@ -159,7 +160,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
     near(wanted[6][:routed_rows], (da.float() * a).view(n, -1, 128).sum(2)[:routed_rows], 1e-3)
     assert (wanted[0][routed_rows:].float() == 7).all()
     dots = torch.full_like(wanted[6], 7.0)
-    kernels.activation_gradient(given._replace(top_k_weights=None), into=[*[None] * 6, dots])
+    run(kernels.activation_gradient, given._replace(top_k_weights=None), into=[*[None] * 6, dots])
     assert torch.equal(dots, wanted[6])
 
 

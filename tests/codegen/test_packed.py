@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.launching import on_tensors
 from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, choose_tile
 from hexa_fx.cuda import calls, packed
 from hexa_fx.cuda import choosing as cuda_choosing
@@ -14,7 +15,7 @@ from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.ops.table import Esmm, EsmmAct
 from hexa_fx.ops.table_layers import MoeFfnSources
-from tests.codegen.emulated import emulated  # noqa: F401
+from tests.codegen.emulated import emulated, launches_run_here  # noqa: F401
 from tests.cuda.cards import AMPERE, HOPPER
 from tests.gpu.cases import Routing, check_esmm_act, reference_esmm, reference_reindex, row_error
 
@@ -78,16 +79,35 @@ def weight(f, columns, k):
     ],
 )
 def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
+    check_products(f, dtype, k, n, tile)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_e4m3_is_converted_where_the_card_can(tmp_path, dtype):
+    with pytest.MonkeyPatch.context() as patch:
+        launches_run_here(patch, tmp_path, HOPPER)
+        check_products(FP8_BLOCK, dtype, 288, 200, None)
+        r, ((codes, scales), _) = routing("random"), weight(FP8_BLOCK, 128, 128)
+        codes.view(torch.uint8)[:, 5, 7] = 127  # not a number
+        esmm = Esmm(torch.randn(5, 128, dtype=dtype), codes, None, r.v, r.offs, r.top_k, "nk").plain
+        out = packed.streamed_esmm(PackedProduct(esmm, scales, None, FP8_BLOCK))
+        assert out.isnan().sum(0).tolist() == [0] * 5 + [r.n] + [0] * 122
+    cuda_choosing.forget_choices()
+
+
+def check_products(f, dtype, k, n, tile):
     (w, dense), bias = weight(f, n, k), torch.randn(E, n, dtype=dtype)
     for kind in IDS:
         r = routing(kind)
         x, rows = torch.randn(len(IDS[kind]), k, dtype=dtype), torch.randn(r.n, k, dtype=dtype)
         product = PackedProduct(Esmm(x, w[0], bias, r.v, r.offs, r.top_k, "nk").plain, w[1], None, f)
         assert not unsupported(product)
-        error = row_error(packed.streamed_esmm(product, tile), reference_esmm(x, dense, bias, r.v, r, "nk"))
+        error = row_error(on_tensors(packed).streamed_esmm(product, tile), reference_esmm(x, dense, bias, r.v, r, "nk"))
         assert error < (ON_SUMS if tile is None else TOLERANCE)[dtype], kind
         product = PackedProduct(Esmm(rows, w[0], bias, None, r.offs, 1, "nk").plain, w[1], None, f)
-        error = row_error(packed.streamed_esmm(product, tile), reference_esmm(rows, dense, bias, None, r, "nk"))
+        error = row_error(
+            on_tensors(packed).streamed_esmm(product, tile), reference_esmm(rows, dense, bias, None, r, "nk")
+        )
         assert error < TOLERANCE[dtype], kind
 
 
@@ -115,7 +135,7 @@ def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noq
         base = EsmmAct(x, w1[0], b1, w3 and w3[0], b3, *static)
         exact, scales = base._replace(w1=dense, w3=dense3), (w1[1], w3 and w3[1], f)
         check_esmm_act(
-            lambda o, *of: packed.streamed_esmm_act(PackedProduct(o, *of)),
+            lambda o, *of: on_tensors(packed).streamed_esmm_act(PackedProduct(o, *of)),
             base,
             r,
             *scales,
@@ -177,6 +197,10 @@ def test_what_is_left_to_other_ways(monkeypatch):
 
 def test_tiles_cover_the_depth():
     for k in (*range(32, 8193, 32), *range(8224, MOST_DEPTH + 1, 4096), MOST_DEPTH):
-        for tile in (choose_tile(k, 64, 0), choose_tile(k, 128, 0), *candidates(k, 64)):
+        for tile in (
+            choose_tile(k, 64, 0, False),
+            *(choose_tile(k, 128, 0, by) for by in (False, True)),
+            *candidates(k, 64),
+        ):
             assert tile.passes(k) <= max(1, -(-k // (2048 * tile.steps)))
             assert tile.warps_m * tile.warps_k <= 16

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from benchmarks.launching import run
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import packed as cuda_packed
 from hexa_fx.cuda.planning import planning_of
@@ -30,7 +31,7 @@ def test_bits_are_those_of_the_reference(emulated, f, dtype, monkeypatch):  # no
     for first, end in ((0, experts), (1, 2)):
         expected = f.dense(packed[first:end], [s[first:end] for s in scales], dtype)
         found = torch.full_like(expected, 7)
-        cuda_packed.unpack(f, packed[first:end], [s[first:end] for s in scales], found)
+        run(cuda_packed.unpack, f, packed[first:end], [s[first:end] for s in scales], found)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

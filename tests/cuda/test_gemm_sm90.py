@@ -7,11 +7,12 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from benchmarks.launching import on_tensors
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TABLES, TileSm90
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda import gemm_sm90
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.cuda import product as cuda_product
 from hexa_fx.cuda.gemm_sm90 import FAMILY, TILES
@@ -20,6 +21,8 @@ from hexa_fx.cuda.product import ProductKey
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from tests.cuda.cards import HOPPER, Cards
+
+sm90 = on_tensors(gemm_sm90)
 
 T, K, E, D, N = 400, 2, 5, 48, 72
 BF16 = torch.bfloat16

@@ -6,11 +6,11 @@ import pytest
 import torch
 from cutlass_library import DataType
 
+from benchmarks.launching import prebuild
 from hexa_fx.cuda import calls as cuda_calls
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm as cuda_gemm
-from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.jit import ToolchainError, background
@@ -313,7 +313,7 @@ def test_kernels_are_collected_without_launching_and_built_together(
         cuda_gemm.esmm(a, w.mT.contiguous().mT, None, None, offs, 1, "kn")
         cuda_rows.combine(h, None, v, offs, K)
 
-    assert cuda_kernel.prebuild(step) == 3
+    assert prebuild(step) == 3
     assert built == [["esmm", "esmm", "combine"]]
     assert not cards.launches
     step()
@@ -328,4 +328,4 @@ def test_prebuilding_without_a_compiler_leaves_the_word_to_the_operators(
 
     monkeypatch.setattr(background, "prebuild", refuse)
     x, w, v, offs = operands()
-    assert cuda_kernel.prebuild(lambda: cuda_gemm.esmm(x, w, None, v, offs, K, "nk")) == 0
+    assert prebuild(lambda: cuda_gemm.esmm(x, w, None, v, offs, K, "nk")) == 0

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hexa_fx.cuda import choosing, fallback, gemm, rows
-from hexa_fx.ops import library
+from hexa_fx.cuda import choosing, fallback, gemm
 from tests.cuda.cards import Cards, arguments, copied
 
 
@@ -54,16 +53,6 @@ def test_what_is_collected_neither_launches_nor_is_played_again(cards: Cards) ->
     assert found[: len(expected)] == expected
     cards.run(args)
     assert cards.general == general + 1  # the recording is still there
-
-
-def test_what_torch_reads_rows_by_is_right_while_kernels_are_collected(cards: Cards) -> None:
-    """Nothing is launched, and torch's operators between kernels would read by what happens to be in memory."""
-    ids = torch.tensor([[0, 2], [1, 0], [3, 3]])
-    with choosing.collect() as found:
-        results = rows.reindex(ids, 3)
-    assert [spec.family for spec in found] == ["reindex"]
-    for mine, expected in zip(results, library.kernel_for("reindex", "any")(ids, 3), strict=True):
-        assert torch.equal(mine, expected)
 
 
 def test_threads_collect_for_cards_of_their_own(cards: Cards) -> None:

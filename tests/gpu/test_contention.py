@@ -14,8 +14,11 @@ PROCESSES, SECONDS = 6, 8.0
 
 def launches(columns: int, rank: int) -> None:
     """Launches of a product with gathered rows, of few steps, all with the same result."""
+    from benchmarks.launching import on_tensors
     from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE
-    from hexa_fx.cuda import gemm_sm90 as sm90
+    from hexa_fx.cuda import gemm_sm90
+
+    sm90 = on_tensors(gemm_sm90)
     from hexa_fx.ops.table import Esmm
     from hexa_fx.ops.table_variants import EsmmLowRank
     from tests.gpu.cases import make_routing, randn

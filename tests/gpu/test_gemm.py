@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.launching import on_tensors
 from hexa_fx.codegen import family_gemm_sm80
 from hexa_fx.codegen.family_gemm_sm80 import TileSm80
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import calls as cuda_calls
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import gemm_sm80 as sm80
+from hexa_fx.cuda import gemm_sm80
 from hexa_fx.cuda import product as cuda_product
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 from tests.gpu.cases import (
@@ -33,6 +34,8 @@ from tests.gpu.cases import (
     row_error,
     stacked,
 )
+
+sm80 = on_tensors(gemm_sm80)
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOKENS, TOP_K, EXPERTS = 301, 3, 7

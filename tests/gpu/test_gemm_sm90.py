@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.launching import on_tensors
 from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, WHOLE, TileSm90
-from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda import gemm_sm90
 from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
@@ -23,6 +24,8 @@ from tests.gpu.cases import (
     randn,
     stacked,
 )
+
+sm90 = on_tensors(gemm_sm90)
 
 BF16, F16 = torch.bfloat16, torch.float16
 TOKENS, TOP_K, EXPERTS = 301, 3, 7

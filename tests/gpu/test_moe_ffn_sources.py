@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.launching import run
 from hexa_fx.cuda import packed as cuda_packed
 from hexa_fx.formats import FORMATS
 from hexa_fx.ir import FfnSpec
@@ -72,7 +73,7 @@ def test_unpacked_bits_are_those_of_the_reference(format: str, dtype: torch.dtyp
     for first, end in ((0, 3), (1, 2)):
         parts = [scale[first:end] for scale in scales]
         found = torch.empty(end - first, 320, 1088, dtype=dtype, device="cuda")
-        cuda_packed.unpack(f, packed[first:end], parts, found)
+        run(cuda_packed.unpack, f, packed[first:end], parts, found)
         assert torch.equal(found, f.dense(packed[first:end], parts, dtype))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.launching import on_tensors
 from hexa_fx.codegen.family_packed import PackedTile
 from hexa_fx.cuda import packed
 from hexa_fx.cuda.packed import PackedProduct, Streamed
@@ -57,8 +58,11 @@ def test_products(f: Streamed, k: int, kind: str) -> None:
         x, rows = randn(tokens, k, dtype=BF16), randn(r.n, k, dtype=BF16)
         gathered = product(x, w, bias, r.v, r.offs, top_k)
         assert not packed.unsupported(gathered)
-        assert row_error(packed.streamed_esmm(gathered), reference_esmm(x, dense, bias, r.v, r, "nk")) < TOLERANCE[BF16]
-        y = packed.streamed_esmm(product(rows, w, None, None, r.offs, 1))
+        assert (
+            row_error(on_tensors(packed).streamed_esmm(gathered), reference_esmm(x, dense, bias, r.v, r, "nk"))
+            < TOLERANCE[BF16]
+        )
+        y = on_tensors(packed).streamed_esmm(product(rows, w, None, None, r.offs, 1))
         assert row_error(y, reference_esmm(rows, dense, None, None, r, "nk")) < TOLERANCE[BF16]
 
 
@@ -79,7 +83,7 @@ def test_products(f: Streamed, k: int, kind: str) -> None:
 def test_tiles(k: int, tile: PackedTile, f: Streamed) -> None:
     (w, dense), r = weight(f, 200, k), make_routing("random", 40, 4, EXPERTS)
     x = randn(40, k, dtype=BF16)
-    y = packed.streamed_esmm(product(x, w, None, r.v, r.offs, 4), tile)
+    y = on_tensors(packed).streamed_esmm(product(x, w, None, r.v, r.offs, 4), tile)
     assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[BF16]
 
 
@@ -108,7 +112,7 @@ def test_activations(
         base = EsmmAct(x, w1[0], b1, w3 and w3[0], b3, r.v, r.offs, *static)
         exact, scales = base._replace(w1=dense, w3=dense3), (w1[1], w3 and w3[1], f)
         check_esmm_act(
-            lambda o, *of: packed.streamed_esmm_act(PackedProduct(o, *of)),
+            lambda o, *of: on_tensors(packed).streamed_esmm_act(PackedProduct(o, *of)),
             base,
             r,
             *scales,
@@ -121,7 +125,7 @@ def test_activations(
 def test_float16(f: Streamed) -> None:
     (w, dense), r = weight(f, 88, 768), make_routing("random", 20, 4, EXPERTS)
     x = randn(20, 768, dtype=F16)
-    y = packed.streamed_esmm(product(x, w, None, r.v, r.offs, 4))
+    y = on_tensors(packed).streamed_esmm(product(x, w, None, r.v, r.offs, 4))
     assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[F16]
 
 
@@ -129,8 +133,8 @@ def test_a_cuda_graph_follows_the_routing() -> None:
     (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
     x, v, offs = randn(20, 768, dtype=BF16), r.v.clone(), r.offs.clone()
     operands = product(x, w, None, v, offs, 4)
-    packed.streamed_esmm(operands)
-    graph, y = graph_of(lambda: packed.streamed_esmm(operands))
+    on_tensors(packed).streamed_esmm(operands)
+    graph, y = graph_of(lambda: on_tensors(packed).streamed_esmm(operands))
     for kind in ("all_to_one", "sentinels", "random"):
         other = make_routing(kind, 20, 4, EXPERTS)
         v.copy_(other.v), offs.copy_(other.offs)
@@ -143,7 +147,7 @@ def test_rows_and_experts_do_not_see_each_other() -> None:
     (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
     x, scales = randn(20, 768, dtype=BF16), w[1].clone()
     x[3], scales[5] = float("nan"), float("inf")
-    y = packed.streamed_esmm(product(x, (w[0], scales, w[2]), None, r.v, r.offs, 4))
+    y = on_tensors(packed).streamed_esmm(product(x, (w[0], scales, w[2]), None, r.v, r.offs, 4))
     rows = torch.arange(r.n, device=cases.DEVICE)
     clean = (r.v // 4 != 3) & ~((rows >= r.offs[5]) & (rows < r.offs[6]))
     ref = reference_esmm(x, dense, None, r.v, r, "nk")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.launching import on_tensors
 from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE, NARROW, PINGPONG, STREAMED, SWAPPED
 from hexa_fx.codegen.family_packed import PackedTile
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import gemm_sm80 as sm80
-from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda import gemm_sm80, gemm_sm90
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.formats import FP8_BLOCK, NF4
 from hexa_fx.ir import FfnSpec
@@ -44,6 +44,9 @@ from tests.gpu.cases import (
     stacked,
     sums,
 )
+
+sm80 = on_tensors(gemm_sm80)
+sm90 = on_tensors(gemm_sm90)
 
 pytestmark = pytest.mark.usefixtures("four_multiprocessors")
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

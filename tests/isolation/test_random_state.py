@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.capture.observe import observe
-from hexa_fx.isolation.size import collected_after
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
+from hexa_fx.sources.packed_parameters import collected_after
 from tests.detect.mixture import D, Mixture
 
 
@@ -191,6 +191,6 @@ def test_garbage_is_collected_where_a_device_is_in_use(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     monkeypatch.setattr(gc, "isenabled", lambda: enabled)
     monkeypatch.setattr(gc, "collect", lambda: collected.append(True))
-    with pytest.raises(ZeroDivisionError), collected_after():
+    with pytest.raises(ZeroDivisionError), collected_after(torch.nn.Linear(1, 1)):
         _ = 1 / 0
     assert collected == [True] * (in_use and enabled)

@@ -275,22 +275,20 @@ def test_parts_of_a_gradient_are_found_without_looking_at_all_products():
         backwards.between(0, 0, 1)
 
 
-def test_a_weight_of_one_number_is_told_from_one_that_differs_anywhere(monkeypatch: pytest.MonkeyPatch):
-    for piece in (1 << 22, 40):
-        monkeypatch.setattr(size, "_PIECE", piece)
-        for shape in ((), (7,), (9, 11), (5, 4, 3)):
-            weight = torch.full(shape, 2.0, dtype=torch.bfloat16)
-            assert size.is_of_one_number(weight)
-            if shape:
-                weight[(-1,) * len(shape)] = 3
-                assert not size.is_of_one_number(weight)
-        assert not size.is_of_one_number(torch.full((9, 11), float("nan")))
-        assert not size.is_of_one_number(torch.ones(3, 0))
-        assert not size.is_of_one_number(torch.ones(3, dtype=torch.int))
-        late = torch.ones(3, 40).index_fill_(1, torch.tensor([39]), 2.0)
-        several = [torch.ones(9, 11), torch.ones(9, 11, dtype=torch.bfloat16), torch.tensor(2.0), torch.ones(7), late]
-        several += [torch.arange(7.0), torch.ones(3, 0), torch.ones(3, dtype=torch.int)]
-        assert size.of_one_number(several) == {id(value) for value in several if size.is_of_one_number(value)}
+def test_a_weight_of_one_number_is_told_from_one_that_differs_anywhere():
+    for shape in ((), (7,), (9, 11), (5, 4, 3)):
+        weight = torch.full(shape, 2.0, dtype=torch.bfloat16)
+        assert size.is_of_one_number(weight)
+        if shape:
+            weight[(-1,) * len(shape)] = 3
+            assert not size.is_of_one_number(weight)
+    assert not size.is_of_one_number(torch.full((9, 11), float("nan")))
+    assert not size.is_of_one_number(torch.ones(3, 0))
+    assert not size.is_of_one_number(torch.ones(3, dtype=torch.int))
+    late = torch.ones(3, 40).index_fill_(1, torch.tensor([39]), 2.0)
+    several = [torch.ones(9, 11), torch.ones(9, 11, dtype=torch.bfloat16), torch.tensor(2.0), torch.ones(7), late]
+    several += [torch.arange(7.0), torch.ones(3, 0), torch.ones(3, dtype=torch.int)]
+    assert size.of_one_number(several) == {id(value) for value in several if size.is_of_one_number(value)}
 
 
 def test_gradients_of_several_matrices_are_sketched_as_each_is_alone():
