@@ -178,8 +178,8 @@ class Comparison:
         return given.detach().to(self.subject.dtype if given.is_floating_point() else given.dtype, copy=True)
 
     def _at_other_sizes(self, large: bool) -> Iterator[VerificationCase]:
-        """At the sizes of the settings; where the original takes no other sequences or batches, each on its own, and sequences twice
-        as long: the example's may be as long as windows that its code cuts.
+        """At the sizes of the settings; where the original takes no other sequences or batches, each on its own, and sequences
+        twice as long: the example's may be as long as windows that its code cuts.
         """
         dtype, alone = self.subject.dtype, dict[tuple[int | None, int | None], None]()
         for number, (batch, sequence) in enumerate(self.settings.sizes):

@@ -1,4 +1,4 @@
-"""Passes over graphs: einsums over three tensors, views of views, lowering, fusion and the unfused backward."""
+"""Passes over graphs: einsums over three tensors, lowering, fusion and the unfused backward."""
 
 from collections import Counter
 
