@@ -83,7 +83,8 @@ def optimize_(
     stand for the global batch: unless ``partition`` says otherwise, their first dimension is the batch that is shared out.
 
     Args:
-        model, example_inputs, config: as for `optimize`.
+        model, example_inputs, config: as for `optimize`. With a mesh the model is analysed at once; without an example on tokens
+            that are made by a transformers model's configuration.
         mesh: one-dimensional device mesh to spread the MoE blocks over, or one axis of a larger mesh, ``mesh["hexa"]``, whose
             equal shares are then DTensors; None for one device.
         strategy: ``"data"`` (weights travel), ``"model"`` (tokens travel), ``"fsdp"`` (weights travel, by torch's FSDP2 on the
@@ -134,7 +135,8 @@ def explain(
     """Reports what `optimize` would rewrite, and why it would leave the rest alone. The model is not changed.
 
     Args:
-        model, example_inputs, config: as for `optimize`; ``strict`` has no effect.
+        model, example_inputs, config: as for `optimize`; ``strict`` has no effect. Without an example tokens are made by a
+            transformers model's configuration.
 
     Raises:
         InputError: as for `optimize`.

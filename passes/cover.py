@@ -462,7 +462,7 @@ _REASONS = {
     "rows": "{} is applied to what experts are given, and would be lost",
     "factor": "{} is part of a factor on what experts give or are given, and would be lost",
     "weights": "{} is applied to parameters of the experts before these are read, and would be lost",
-    "select": "{} has a part in which tokens an expert is given, and would be lost",
+    "select": "{} decides which tokens an expert is given, beside the ids and weights that are read, and would be lost",
 }
 
 

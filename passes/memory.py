@@ -1,5 +1,5 @@
-"""Keeps the analysis of a block within its memory: with fewer tokens, without a second copy of weights that are laid elsewhere
-meanwhile, or with a refusal that says what it needs; and makes the float64 copy of a block that verification runs on.
+"""Keeps the analysis of a block within its memory: with fewer tokens, or with a refusal that says what it needs; and makes the
+float64 copy of a block that verification runs on.
 """
 
 from __future__ import annotations

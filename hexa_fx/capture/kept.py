@@ -70,6 +70,8 @@ class Settings:
     """Paths of the modules whose code set it."""
     locations: dict[tuple[int, str], SourceLocation | None] = field(default_factory=dict)
     """Where it was set first."""
+    again: set[tuple[str, str]] = field(default_factory=set)
+    """Paths of a module whose code set one, and of another whose code set it after that."""
 
     def has(self, module: Any, name: Any) -> bool:
         """Whether the run has set the attribute by now."""
@@ -81,7 +83,9 @@ class Settings:
 
     def note(self, holder: Any, name: str) -> None:
         """Notes that the code that runs sets ``name`` of ``holder``."""
-        self.scopes.setdefault((id(holder), name), set()).add(self.running[-1])
+        scopes = self.scopes.setdefault((id(holder), name), set())
+        self.again.update((scope, self.running[-1]) for scope in scopes)
+        scopes.add(self.running[-1])
         if (id(holder), name) not in self.locations:
             self.locations[id(holder), name] = user_location()
 

@@ -74,10 +74,12 @@ class ReadEdges:
             for key in [key for key, edge in edges.items() if edge.value is value]:
                 del edges[key]
 
-    def handed(self, settings: Mapping[tuple[int, str], Collection[str]]) -> Iterator[tuple[str, str]]:
-        """Of what the run set to something other than tensors, before it was read: who set it, and who read it."""
+    def handed(
+        self, settings: Mapping[tuple[int, str], Collection[str]], tensors: bool = False
+    ) -> Iterator[tuple[str, str]]:
+        """Of what the run set to something other than tensors, or to these too, before it was read: who set and who read it."""
         for edge in self:
-            if edge.own and not isinstance(edge.value, torch.Tensor):
+            if edge.own and (tensors or not isinstance(edge.value, torch.Tensor)):
                 yield from itertools.product(settings.get((id(edge.holder), edge.key), ()), edge.scopes)
 
     def values(self) -> Iterator[PythonRead]:

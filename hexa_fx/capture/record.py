@@ -34,6 +34,7 @@ from hexa_fx.isolation.torch_state import SEED, random_state_kept
 from hexa_fx.isolation.trial_modes import no_device_asserts
 from hexa_fx.isolation.written_tensors import parameters_restored, put_back
 from hexa_fx.runtime import guards
+from hexa_fx.runtime.attribute_guards import is_within
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ def _capture(
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *(id(edge.value) for edge in reads.edges)}
         changed = [*reads.objects.changed(reads.edges)]
         changed += [ChangedInPlace(holder.label, frozenset({""})) for holder in given.changed()]
+    given_to = {*reads.edges.handed(reads.settings.scopes, tensors=True), *reads.settings.again}
     results = [item.value for item in stored if item.value is not UNKNOWN]
     recorder.graph.output((output, results) if results else output).meta["hexa"] = NodeRecord(None)
     return CapturedBlock(
@@ -181,7 +183,7 @@ def _capture(
         path,
         recorder.graph,
         recorder.constants,
-        tuple(recorder.calls),
+        tuple(replace(call, prepared=_is_prepared(call.path, given_to)) for call in recorder.calls),
         arguments,
         output,
         stored,
@@ -233,6 +235,12 @@ def _trial(
                 yield reads, snapshot, replaced
         finally:
             put_back(((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()), recorder.written)
+
+
+def _is_prepared(path: str, given_to: Collection[tuple[str, str]]) -> bool:
+    """Whether a module around the one at ``path`` sets what code inside goes by: paths of who does, and of whom it is for."""
+    around = {by for by, to in given_to if is_within(to, {path}) and by != path}
+    return "" in around or is_within(path, around)
 
 
 def _met_among(tensors: set[int], recorder: Recorder) -> frozenset[str]:

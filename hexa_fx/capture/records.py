@@ -94,7 +94,8 @@ class ModuleCall:
     """A submodule's call inside the run: its number, with which nodes say that they lie in it, its arguments and results as nodes.
 
     Or the call of an `autograd.Function` or an operator, which then is ``function``. ``around``: numbers of the calls inside of
-    which it lies.
+    which it lies. ``prepared``: whether other code sets attributes that its code then reads or sets: a rewritten block sets
+    attributes at its end, so it cannot stay a call.
     """
 
     path: str
@@ -104,6 +105,7 @@ class ModuleCall:
     kwargs: Any
     output: Any
     function: Callable[..., Any] | None = None
+    prepared: bool = False
 
     @property
     def is_of_operator(self) -> bool:

@@ -72,10 +72,10 @@ def find_contractions(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> list
 
 
 def scored_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str]:
-    """Parameters and groups from whose products the code chooses: a router's, as product keys are."""
+    """Parameters and groups from whose products the code chooses: a router's, as product keys are, or what comes before it."""
     with suppress(Refuse):
-        contractions = find_contractions(captured, tag(captured, groups))
-        return frozenset(contraction.base for contraction in contractions if is_scored(contraction.node))
+        scored = [c for c in find_contractions(captured, tag(captured, groups)) if is_scored(c.node)]
+        return frozenset(base for c in scored for base in (c.base, c.bias) if base)
     return frozenset()
 
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 from hexa_fx.capture import record_of
 from hexa_fx.capture.records import reached
 from hexa_fx.capture.replay import Replay
-from hexa_fx.operations import operation
+from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.graph import ancestors, is_float, literals
 from hexa_fx.passes.detect.routing_sources import (
     RoutingSource,
@@ -180,8 +180,10 @@ def _find_after(
 
 
 def _constants(end: Node, tags: Mapping[Node, Tag]) -> list[float]:
-    """Numbers in the code that it may multiply what experts give by, or divide it by; a mean divides by as many as it is of."""
-    inside = [node for node in (*ancestors([end]), end) if tags[node].experts and not tags[node].weight]
+    """Numbers in the code that it may multiply what experts give by, or divide it by, or what that is multiplied by; a mean divides
+    by as many as it is of."""
+    behind = [node for node in (*ancestors([end]), end) if not tags[node].weight]
+    inside = [node for node in behind if tags[node].experts or kind(node) in ("mul", "div")]
     means = (node for node in inside if operation(node) == "mean" and record_of(node).value.numel())
     many = (record_of(mean.all_input_nodes[0]).value.numel() // record_of(mean).value.numel() for mean in means)
     named = (*literals(inside), *many)

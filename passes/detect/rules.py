@@ -32,9 +32,9 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[Node]) -> set[Node]
 
 
 def calls_without(calls: Iterable[ModuleCall], nodes: Iterable[Node]) -> Iterator[ModuleCall]:
-    """Those that give results and inside of which none of the nodes lies."""
+    """Those that may stay calls: they give results, none of the nodes lies inside, and nothing is set for them before."""
     taken = {number for node in nodes for number in record_of(node).calls}
-    return (call for call in calls if call.number not in taken and nodes_in(call.output))
+    return (call for call in calls if call.number not in taken and nodes_in(call.output) and not call.prepared)
 
 
 def stored_outside_calls(captured: CapturedBlock, products: Iterable[Node]) -> tuple[StoredValue, ...]:
@@ -83,8 +83,8 @@ def check_added(stored: Iterable[StoredValue], live: Collection[str]) -> None:
         if _is_left_by_calls(item, live):
             if item.place.container in added:
                 raise Refuse(
-                    f"the code adds to {item} before {next(iter(item.scopes))}, which is called as it is, uses it too, and the "
-                    "rewritten block would add to it last"
+                    f"the code adds to {item.place.container} before {next(iter(item.scopes))}, which is called as it is, uses it "
+                    "too, and the rewritten block would add to it last"
                 )
             continue
         if item.problem:

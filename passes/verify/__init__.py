@@ -84,7 +84,7 @@ def verify_block(
     """Compares ``rewritten`` with the forward of ``block`` in the block's present mode (train or eval).
 
     Args:
-        block: the original; afterwards unchanged, except that on a GPU per-expert weights may lie side by side.
+        block: the original; afterwards unchanged.
         rewritten: its rewritten forward.
         args, kwargs: an example call. Only kinds, sizes and ranges of its tensors are used.
         settings: see `VerifySettings`.

@@ -104,6 +104,30 @@ class InHeads(nn.Module):
         return looped(flat, weights, index, layers).view(x.shape)
 
 
+class ScaledRows(Mixture):
+    """The sorted weights, not the router's, are multiplied by a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat)
+        order = index.flatten().argsort()
+        rows = flat[order // index.shape[1]].split(index.flatten().bincount(minlength=E).tolist())
+        outputs = torch.cat([expert(each) for expert, each in zip(self.experts, rows)])
+        scaled = outputs * (weights.flatten()[order].unsqueeze(-1) * 4.0)
+        return torch.zeros_like(flat).index_add(0, order // index.shape[1], scaled).view(x.shape)
+
+
+class ListedAhead(Mixture):
+    """A list of layers with biases, all of which work on every token before one is routed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + sum(view(x) for view in self.views))
+
+
 class Filled(Mixture):
     """Some hidden channels are switched off, the same ones for all experts; each run of an expert inverts the mask anew."""
 
@@ -200,7 +224,7 @@ class Hashed(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledNorm, UpBeforeGate],
+    [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledRows, ListedAhead, ScaledNorm, UpBeforeGate],
     ids=lambda kind: kind.__name__,
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:

@@ -453,3 +453,51 @@ class OrderOfBuffer(NumberOfBuffer):
 def test_an_order_in_a_buffer_is_refused():
     (block,) = hexa_fx.explain(OrderOfBuffer(), torch.randn(2, 7, D)).blocks
     assert "which may change" in block.reason
+
+
+class Told(nn.Module):
+    """Goes by what the block around it sets, and adds to a loss, which is a tensor in train mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, D))
+        self.temperature, self.scale, self.loss = 1.0, None, None
+
+    def forward(self, flat: torch.Tensor) -> Any:
+        logits = F.linear(flat, self.weight) / self.temperature
+        logits = logits if self.scale is None else logits * self.scale
+        loss = logits.logsumexp(-1).square().mean() if self.training else 0
+        self.loss = loss if self.loss is None else self.loss + loss
+        return logits.softmax(-1).topk(K)
+
+
+class Telling(Block):
+    """Sets something for its router before it calls it; what it sets after it, no call of the router waits for."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(Told())
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, self.gate.loss = self.gate, None
+        if "number" in self.what:
+            gate.temperature = 0.5 if self.training else 2.0
+        if "tensor" in self.what:
+            gate.scale = x.abs().mean()
+        out = super().forward(x)
+        if "for the call" in self.what:
+            gate.temperature, gate.scale = 1.0, None
+        return out
+
+
+@pytest.mark.parametrize("what", ["a loss", "a number", "a tensor", "a number for the call", "a tensor for the call"])
+def test_what_is_set_for_a_router_before_its_call(what: str) -> None:
+    """A rewritten block sets attributes at its end: the router went by those of the call before, and its own loss was lost."""
+    model = Telling(what)
+    optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
+    for seed, train in enumerate((False, True, True, False)):
+        assert compare(model, optimized, (inputs(seed),), train=train).within(1e-4)
+        ours, theirs = (torch.as_tensor(m.gate.loss) for m in (optimized, model))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert ours.requires_grad == theirs.requires_grad == train
+        assert operators_run(optimized, (inputs(),))
