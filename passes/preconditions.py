@@ -129,8 +129,8 @@ def _quantised(path: str, module: nn.Module) -> list[str]:
 # -- host code ----------------------------------------------------------------------------------------------------------
 
 _HOOKED = (
-    "{!r} has hooks, which only its own code calls; a block is rewritten if only itself and its router have hooks: remove "
-    "the others"
+    "{!r} has hooks, which only its own code calls; a block is rewritten if only itself and a router, for which it "
+    "sets no attributes, have hooks: remove the others"
 )
 _UNREADABLE = (
     "the code reads {}, a {} that may change without a trace; a plain value or an object of a Python class in its place can be "

@@ -64,12 +64,19 @@ def collected_after(model: nn.Module) -> Iterator[None]:
     """A context after which what an analysis of a model leaves is collected at once where a device is in use, or weights are
     packed: recorded graphs refer to themselves. Garbage would hold memory, a block's numbers among it, and what autograd keeps of a
     parameter, which remembers the stream that it first ran on: a step of the model could not be recorded as a CUDA graph.
+
+    What was there before is not looked at for garbage meanwhile, which takes most of a collection's time.
     """
+    aside = gc.isenabled() and not gc.get_freeze_count()
+    if aside:
+        gc.freeze()
     try:
         yield
     finally:
         if (gc.isenabled() and torch.cuda.is_initialized()) or packed_parameters(model):
             gc.collect()
+        if aside:
+            gc.unfreeze()
 
 
 def collecting(function: F) -> F:

@@ -194,3 +194,20 @@ def test_garbage_is_collected_where_a_device_is_in_use(
     with pytest.raises(ZeroDivisionError), collected_after(torch.nn.Linear(1, 1)):
         _ = 1 / 0
     assert collected == [True] * (in_use and enabled)
+
+
+def test_a_collection_looks_at_what_an_analysis_made_alone() -> None:
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    with collected_after(nn.Linear(1, 1)):
+        assert gc.get_freeze_count() > 0
+        with collected_after(nn.Linear(1, 1)):
+            pass
+        assert gc.get_freeze_count() > 0, "the outer one ends it"
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # the user's
+    with collected_after(nn.Linear(1, 1)):
+        pass
+    assert gc.get_freeze_count() > 0
+    if not before:
+        gc.unfreeze()
