@@ -304,6 +304,27 @@ def test_rewritten_in_32_bits() -> None:
     rewritten(InTheDefaultDtype(), tokens(2, 7).float(), tokens(3, 5).float(), tolerance=1e-5)
 
 
+class ChosenApart(Mixture):
+    """The second choice is made among the scores but the first: if these are all zero, it may be the same expert again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate.weight(x).softmax(-1)
+        first = F.one_hot(scores.argmax(-1), E)
+        others = scores * (1.0 - first)
+        gates = first * scores + F.one_hot(others.argmax(-1), E) * others
+        gates = gates / gates.sum(-1, keepdim=True)
+        return torch.einsum("...e,...ed->...d", gates, torch.stack([expert(x) for expert in self.experts], -2))
+
+
+def test_an_expert_that_is_chosen_twice_counts_once() -> None:
+    """Choices of sequences of tokens: each is a column of the routing, once it is flat."""
+    block = ChosenApart().double()
+    optimized = hexa_fx.optimize(block, tokens(2, 7))
+    x = 1e5 * tokens(3, 5)
+    assert operators_run(optimized, (x,))
+    torch.testing.assert_close(optimized(x), block(x))
+
+
 class ByTime(Mixture):
     """All tokens of an image go to the expert of the interval that its time lies in."""
 
