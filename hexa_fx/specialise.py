@@ -144,9 +144,8 @@ class Specialiser:
                     self._add(forward, analysis.rewritten)
                     is_said = len(forward.specialisations) == 1
                 if is_said:
-                    with Sandbox(
-                        module if analysis.captured is None else analysis.captured.block
-                    ):  # its code runs once more
+                    block = module if analysis.captured is None else analysis.captured.block
+                    with Sandbox(block):  # its code runs once more
                         report = describe(analysis.placed_in(module), same_as, self._inspector)
                     self.reports[forward.path] = replace(report, forward=forward)
                 if analysis.rewritten is not None:
