@@ -64,8 +64,8 @@ class PackedTile:
 
 
 def converts(arch: int, element: Option) -> bool:
-    """Whether instructions make numbers of elements, and no table."""
-    return element == "int8" or (element == "e4m3" and arch >= 89)
+    """Whether an instruction makes numbers of elements, and no table."""
+    return arch >= 89 and element == "e4m3"
 
 
 def choose_tile(k: int, block: int, bucket: int, converted: bool) -> PackedTile:

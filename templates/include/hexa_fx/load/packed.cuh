@@ -6,21 +6,19 @@
 //
 // A byte's two values, or its one, come from a table in shared memory with a column for each lane: no two lanes meet in a bank, and
 // the byte, as it lies in its word, makes the address with one instruction. Each line of the table is 256 bytes, of which the
-// first half is the table's. Elements of eight bits are converted where the device can: four look-ups a word take as long as its bytes
-// do to come.
+// first half is the table's. Where the device converts e4m3, that is used: four look-ups a word take as long as its bytes do to come.
 #pragma once
+#include <hexa_fx/ptx/fp8.cuh>
 #include <hexa_fx/ptx/packed.cuh>
 #include <hexa_fx/types/packed.cuh>
 
 namespace hexa {
 
-// Two elements of eight bits, 2i and 2i + 1 of `word`, as numbers of T; exactly, for all of them are halves.
-template <class C>
-__device__ __forceinline__ unsigned converted(unsigned word, int i) {
-  unsigned halves;
-  if constexpr (C::kElement == Element::int8) halves = halves_of_int8(word, i);
-  else halves = halves_of_e4m3(word >> 16 * i & 0xffffu);
-  return Pair<typename C::T>::of_halves(halves);
+template <class T> __device__ unsigned pair_of_e4m3(unsigned two);
+template <> __device__ __forceinline__ unsigned pair_of_e4m3<__half>(unsigned two) { return halves_of_e4m3(two); }
+template <> __device__ __forceinline__ unsigned pair_of_e4m3<__nv_bfloat16>(unsigned two) {
+  const float2 x = unpack_e4m3(two);
+  return pack_bf16(x.x, x.y);
 }
 
 struct PackedTable {
@@ -36,7 +34,7 @@ struct PackedTable {
   // Values 2i and 2i + 1 of `word`.
   template <class C>
   static __device__ unsigned look_up(const unsigned char* table, unsigned word, int i, int lane) {
-    if constexpr (C::kConverts) return converted<C>(word, i);
+    if constexpr (C::kConverts) return pair_of_e4m3<typename C::T>(word >> 16 * i & 0xffffu);
     else if constexpr (C::kBits == 4) return line(table, word, i, lane);
     else return __byte_perm(line(table, word, 2 * i, lane), line(table, word, 2 * i + 1, lane), 0x7610);
   }

@@ -32,14 +32,13 @@ __device__ __forceinline__ unsigned e4m3_of_halves(unsigned halves) {
   return two;
 }
 
-__device__ __forceinline__ float2 floats_of_halves(unsigned halves) {
+// Two numbers, exactly: every one of e4m3 is one of half precision.
+__device__ __forceinline__ float2 unpack_e4m3(unsigned two) {
+  const unsigned halves = halves_of_e4m3(two);
   float2 x;
   asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }" : "=f"(x.x), "=f"(x.y) : "r"(halves));
   return x;
 }
-
-// Two numbers, exactly: every one of e4m3 is one of half precision.
-__device__ __forceinline__ float2 unpack_e4m3(unsigned two) { return floats_of_halves(halves_of_e4m3(two)); }
 
 // Two numbers as bf16 in a word.
 __device__ __forceinline__ unsigned pack_bf16(float first, float second) {

@@ -1,6 +1,5 @@
 // Instructions that products with packed weights use.
 #pragma once
-#include <hexa_fx/ptx/fp8.cuh>
 #include <hexa_fx/ptx/sm80.cuh>
 
 namespace hexa {
@@ -41,13 +40,6 @@ __device__ void stream_number(unsigned& r, const void* from, bool wanted) {
 // 256 times byte i of `word`, plus `low`, which is less than 256.
 __device__ inline unsigned byte_times_256(unsigned word, int i, unsigned low) { return __byte_perm(word, low, 0x5504 | i << 4); }
 
-// Bytes 2i and 2i + 1 of `word`, whole numbers, as halves: with 128 more they are the last eight bits of 1024 to 1279.
-__device__ inline unsigned halves_of_int8(unsigned word, int i) {
-  const unsigned above = __byte_perm(word ^ 0x80808080u, 0x64646464u, i == 0 ? 0x4140 : 0x4342), by = 0x64806480u;
-  const __half2 r = __hsub2(reinterpret_cast<const __half2&>(above), reinterpret_cast<const __half2&>(by));
-  return reinterpret_cast<const unsigned&>(r);
-}
-
 // Two elements in a word.
 template <class Two, Two (*kTwice)(float)>
 struct PairOf {
@@ -61,14 +53,7 @@ struct PairOf {
   }
 };
 template <class T> struct Pair;
-template <> struct Pair<__nv_bfloat16> : PairOf<__nv_bfloat162, __float2bfloat162_rn> {
-  static __device__ unsigned of_halves(unsigned halves) {
-    const float2 x = floats_of_halves(halves);
-    return pack_bf16(x.x, x.y);
-  }
-};
-template <> struct Pair<__half> : PairOf<__half2, __float2half2_rn> {
-  static __device__ unsigned of_halves(unsigned halves) { return halves; }
-};
+template <> struct Pair<__nv_bfloat16> : PairOf<__nv_bfloat162, __float2bfloat162_rn> {};
+template <> struct Pair<__half> : PairOf<__half2, __float2half2_rn> {};
 
 }  // namespace hexa

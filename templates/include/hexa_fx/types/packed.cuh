@@ -56,7 +56,7 @@ struct PackedConfig {
   using T = T_;
   static constexpr Element kElement = kElement_;
   static constexpr int kBits = kElement_ == Element::code4 ? 4 : 8;
-  static constexpr bool kConverts = kElement_ == Element::int8 || (kReadsE4m3 && kElement_ == Element::e4m3);  // without a table
+  static constexpr bool kConverts = kReadsE4m3 && kElement_ == Element::e4m3;  // without a table
   static constexpr Scale kScale = kScale_;
   static constexpr int kBlock = kBlock_, kScaleRows = kScaleRows_;  // values along k, and lines, that share a scale
   // Scales multiply sums in float32, else values, which are rounded then. On sums, the columns of mma.sync are not only rows of x but

@@ -29,7 +29,6 @@ inline float read_e4m3(uint32_t byte) {
 inline uint32_t pack_e4m3(float first, float second) { return one_e4m3(first) | one_e4m3(second) << 8; }
 inline uint32_t pack_e4m3(float a, float b, float c, float d) { return pack_e4m3(a, b) | pack_e4m3(c, d) << 16; }
 inline float2 unpack_e4m3(uint32_t two) { return {read_e4m3(two & 255), read_e4m3(two >> 8 & 255)}; }
-inline float2 floats_of_halves(uint32_t halves) { return {half_of<__half>(halves, 0), half_of<__half>(halves, 1)}; }
 inline uint32_t halves_of_e4m3(uint32_t two) { return pair_of<__half>(read_e4m3(two & 255), read_e4m3(two >> 8 & 255)); }
 inline uint32_t multiply_halves(uint32_t halves, uint32_t by) {
   return pair_of<__half>(half_of<__half>(halves, 0) * half_of<__half>(by, 0), half_of<__half>(halves, 1) * half_of<__half>(by, 1));

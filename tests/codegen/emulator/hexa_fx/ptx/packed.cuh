@@ -1,6 +1,5 @@
 // Stands for templates/include/hexa_fx/ptx/packed.cuh.
 #pragma once
-#include <hexa_fx/ptx/fp8.cuh>
 #include <hexa_fx/ptx/sm80.cuh>
 
 namespace hexa {
@@ -15,16 +14,12 @@ template <int kBytes> void stream_number(unsigned& r, const void* from, bool wan
   std::memcpy(&r, from, kBytes);
 }
 inline unsigned byte_times_256(unsigned word, int i, unsigned low) { return (word >> 8 * i & 255) * 256 + low; }
-inline unsigned halves_of_int8(unsigned word, int i) {
-  return pair_of<__half>(int8_t(word >> 16 * i), int8_t(word >> (16 * i + 8)));
-}
 
 template <class T> struct Pair {
   static unsigned both(float x) { return pair_of<T>(x, x); }
   static unsigned multiply(unsigned a, unsigned b) {
     return pair_of<T>(half_of<T>(a, 0) * half_of<T>(b, 0), half_of<T>(a, 1) * half_of<T>(b, 1));
   }
-  static unsigned of_halves(unsigned halves) { return pair_of<T>(half_of<__half>(halves, 0), half_of<__half>(halves, 1)); }
 };
 
 }  // namespace hexa
