@@ -217,6 +217,17 @@ def packed(folder: Path) -> str:
     return table(head, lines)
 
 
+def packed_products(folder: Path) -> str:
+    """Products of packed layers, ours with an activation after the first, beside Humming's."""
+    head = ["layer", "format", "tokens", "up (us)", "Humming's", "down (us)", "Humming's"]
+    lines = []
+    for row in json.loads((folder / "packed_decode_h200.json").read_text())["rows"]:
+        if "humming_up_us" in row:
+            times = [f"{row[f'{by}{name}_us']:.1f}" for name in ("up", "down") for by in ("", "humming_")]
+            lines.append([row["shape"], row["format"], row["tokens"], *times])
+    return table(head, lines)
+
+
 def models(folder: Path) -> str:
     """Training and decoding of whole models, by implementation."""
     keys = ("train_tokens_s", "train_peak_mib", "decode_tokens_s", "decode_peak_mib")
@@ -275,6 +286,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "tokens h100": partial(tokens, name="tokens_h100.json", ways=WITH_KERNELS),
         "decode": decode,
         "packed": packed,
+        "packed_products": packed_products,
     },
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
     ROOT / "docs" / "fp8.md": {
