@@ -90,9 +90,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "loss, or keep it in the router module, which stays a call.",
     ),
     (
-        ("after the block was rewritten", "which only its own code calls"),
+        ("after the block was rewritten",),
         "Call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now.",
     ),
+    (("which only its own code calls",), "Remove the hooks: the next call runs rewritten."),
     (
         ("are a router's scores",),
         "Give the experts matrices of their own: modules in a list, or parameters (experts, in, out).",

@@ -42,8 +42,8 @@ class BackendOptions:
     """``options`` of ``torch.compile(model, backend="hexa", options={...})``.
 
     Args:
-        config: fields of `HexaConfig` by their names: ``verify``, ``strict``, ``recompute_h``, ``probe_tokens``. With ``strict`` a
-            block that is found and cannot be rewritten raises.
+        config: fields of `HexaConfig` by their names, all but ``compute``. With ``strict`` a block that is found and cannot be
+            rewritten raises.
         rest: the backend that compiles the rewritten graph: ``inductor``, ``aot_eager``, ``eager`` or any other registered one.
         rest_options: its own options.
         on_report: called with an `OptimizationReport` for every graph in which something looked like MoE.

@@ -115,6 +115,7 @@ def test_a_report_knows_that_an_expert_was_hooked(models) -> None:
     for text in (str(model.report), html(model.report), model.report.to_json()):
         assert "an expert has hooks, which only its own code calls" in text
     assert "layers.0: runs its own code now: an expert has hooks" in str(model.report)
+    assert "Remove the hooks: the next call runs rewritten." in str(model.report)
     assert "was rewritten to hexa::moe_ffn" in str(model.report)
     assert "is rewritten to hexa::moe_ffn" in str(model.report)  # layers.1, which was like it
     states = re.findall(r'<section class="(\w+)">\s*<h2><span class="state">(.*?)</span>([\w.]+)', html(model.report))
