@@ -18,7 +18,7 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.decisions import is_size
-from hexa_fx.passes.detect.graph import ancestors, draws, is_tensor
+from hexa_fx.passes.detect.graph import ancestors, draws, einsum_of, is_tensor
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,13 @@ def _dim_of(size: Node) -> Dim:
 
 
 def leading_sizes(node: Node) -> list[Origin] | None:
-    """The sizes of a recorded tensor but for the last, if all are sizes of inputs, numbers that the code computes, or constants."""
+    """The sizes of a recorded tensor but for the last, if they are sizes of inputs, numbers that the code computes, or constants;
+    one of them may be -1, which the others and the number of elements decide."""
     behind = ancestors([node])
     origins = _Origins([each for each in node.graph.nodes if each in behind])
     found = [origins.of(Dim(node, dim)) for dim in range(dims_of(node) - 1)]
-    return None if any(isinstance(size, Dim) and size.tensor.op != "placeholder" for size in found) else found
+    known = [size if not isinstance(size, Dim) or size.tensor.op == "placeholder" else -1 for size in found]
+    return known if known.count(-1) <= 1 else None
 
 
 class _Origins:
@@ -194,8 +196,15 @@ def _stack(node: Node, dim: int) -> Origin | list[Dim] | None:
     return [Dim(part, dim - (dim > new)) for part in parts if isinstance(part, Node) and is_tensor(part)]
 
 
+def _einsum(node: Node, dim: int) -> list[Dim] | None:
+    terms, operands, result = einsum_of(node) or ([], [], "")
+    found = ((n, term.find(result[dim])) for n, term in zip(operands, terms)) if dim < len(result) else ()
+    return [Dim(operand, at) for operand, at in found if at >= 0] or None
+
+
 _RULES: dict[str, Rule] = {
     "stack": _stack,
+    "einsum": _einsum,
     "view": _view,
     "reshape": _view,
     **dict.fromkeys(("linear", "matmul", "mm", "bmm"), _product),

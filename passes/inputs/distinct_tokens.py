@@ -136,11 +136,7 @@ def _rows(observation: Observation) -> torch.Tensor | None:
     if matrix is not None:
         is_series = matrix.dim() > 2 and matrix.shape[-1] == 1  # rows of one number all have its direction
         rows = matrix.detach().reshape(-1, matrix.shape[-2 if is_series else -1])
-    elif (
-        tensors
-        and tensors[0].dtype != torch.bool
-        and any(isinstance(m, nn.Embedding) for m in observation.module.modules())
-    ):
+    elif _vocabulary(observation.module) is not None and tensors and tensors[0].dtype != torch.bool:
         ids = tensors[0].detach().reshape(-1, 1)
         rows = torch.cat([ids, torch.ones_like(ids)], 1)
     else:
@@ -168,7 +164,7 @@ def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observat
     inputs = FreshInputs(observation.args, observation.kwargs, experts, seed=13)
     enough = (2, max(_ENOUGH, experts or 0) // 2)
     for size in (enough, None) if few else (None, enough):
-        made = inputs.with_fresh_tokens(size)
+        made = inputs.with_fresh_tokens(size, _vocabulary(observation.module))
         if made is not None:
             yield replace(observation, args=made[0], kwargs=made[1])
 
@@ -180,3 +176,8 @@ def number_of_experts(block: nn.Module) -> int | None:
     owners = (module for module in block.modules() if not isinstance(module, _ConvNd))
     lengths += [own.shape[0] for module in owners for own in module.parameters(recurse=False) if own.dim() >= 3]
     return max(Counter(lengths).items(), key=lambda item: item[::-1])[0] if lengths else None
+
+
+def _vocabulary(block: nn.Module) -> int | None:
+    """Rows of the smallest embedding: the bound of integers that are looked up."""
+    return min((m.num_embeddings for m in block.modules() if isinstance(m, nn.Embedding)), default=None)

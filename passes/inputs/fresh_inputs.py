@@ -209,19 +209,30 @@ class FreshInputs:
     def _resized(self, size: Size) -> list[tuple[int, ...]]:
         return [self.sizes.resized(leaf, size) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
 
-    def with_fresh_tokens(self, size: tuple[int, int] | None) -> tuple[Any, Any] | None:
+    def with_fresh_tokens(self, size: tuple[int, int] | None, vocabulary: int | None) -> tuple[Any, Any] | None:
         """(args, kwargs) of the example with other tokens and another routing, everything else as it is.
 
         None without tokens, and where they come with what may be a routing of unknown range, the same for all.
 
         Args:
             size: (batch, sequence); what is not drawn anew is repeated to it. None: the example's.
+            vocabulary: where the block is given no floats, its integers are drawn below this.
         """
-        place = self.tokens_at()
-        if place is None or self._may_route_alike(place):
+        shapes, place = _shapes(self._leaves) if size is None else self._resized(size), self.tokens_at()
+        if place is None:
+            return None if vocabulary is None else self._with_random_ids(shapes, vocabulary)
+        if self._may_route_alike(place):
             return None
         with self.kept():
-            return self._make(_shapes(self._leaves) if size is None else self._resized(size), None)
+            return self._make(shapes, None)
+
+    def _with_random_ids(self, shapes: Sequence[tuple[int, ...]], vocabulary: int) -> tuple[Any, Any]:
+        generator, made = torch.Generator().manual_seed(self._seed), []
+        for leaf, shape in zip(self._leaves, shapes):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            made.append(_cast(_random_ids(leaf, shape, vocabulary, generator), leaf) if is_tensor else leaf)
+        args, kwargs = pytree.tree_unflatten(made, self._spec)
+        return args, kwargs
 
     def tokens_at(self) -> int | None:
         """Which argument holds the tokens: the first matrix of floats that is no routing."""
@@ -378,6 +389,17 @@ def _cast(new: Any, leaf: Any, dtype: torch.dtype | None = None) -> Any:
     wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
     made = torch.empty_permuted(new.shape, order, dtype=wanted, device=leaf.device)
     return made.copy_(new.detach()).requires_grad_(leaf.requires_grad)
+
+
+def _random_ids(
+    leaf: torch.Tensor, shape: tuple[int, ...], vocabulary: int, generator: torch.Generator
+) -> torch.Tensor:
+    """All different while there are enough of them."""
+    if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.dim() == 0:
+        return _repeated_to(leaf, shape)
+    wanted = torch.Size(shape).numel()
+    orders = [torch.randperm(vocabulary, generator=generator, device="cpu") for _ in range(-(-wanted // vocabulary))]
+    return torch.cat(orders)[:wanted].reshape(shape)
 
 
 def _repeated_to(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_e4m3_is_converted_where_the_card_can(tmp_path, dtype):
         r, ((codes, scales), _) = routing("random"), weight(FP8_BLOCK, 128, 128)
         codes.view(torch.uint8)[:, 5, 7] = 127  # not a number
         esmm = Esmm(torch.randn(5, 128, dtype=dtype), codes, None, r.v, r.offs, r.top_k, "nk").plain
-        out = packed.streamed_esmm(PackedProduct(esmm, scales, None, FP8_BLOCK))
+        out = on_tensors(packed).streamed_esmm(PackedProduct(esmm, scales, None, FP8_BLOCK))
         assert out.isnan().sum(0).tolist() == [0] * 5 + [r.n] + [0] * 122
     cuda_choosing.forget_choices()
 

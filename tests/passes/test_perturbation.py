@@ -218,7 +218,7 @@ def test_counts_fit_the_rows(given: torch.Tensor) -> None:
             assert made.dtype == given.dtype
             assert int(counts.sum()) == len(x) == rows
             assert int(counts.min()) >= 0
-    (x, made), _ = inputs.with_fresh_tokens((2, 5))
+    (x, made), _ = inputs.with_fresh_tokens((2, 5), None)
     assert int(made.sum() if given is COUNTS else made[-1]) == len(x) == 10
 
 
@@ -259,7 +259,7 @@ def test_inputs_lie_in_memory_and_want_gradients_as_the_example_does() -> None:
     """Code that views a transposed input, as CLIP's blocks do, runs on no other."""
     example = torch.randn(6, 5, 8).transpose(0, 1).requires_grad_()
     inputs = FreshInputs((example,), {}, None)
-    found = inputs.example(torch.float64), inputs.at(3, 4, torch.float64), inputs.with_fresh_tokens((3, 4))
+    found = inputs.example(torch.float64), inputs.at(3, 4, torch.float64), inputs.with_fresh_tokens((3, 4), None)
     for made in found:
         assert made is not None
         ((x,), _) = made
