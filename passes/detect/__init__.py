@@ -51,9 +51,7 @@ def detect_block(captured: CapturedBlock, prefer_earliest: bool = False, form: F
         form: how to read the experts.
     """
     try:
-        match = _detect(captured, prefer_earliest, "free" if has_idle(captured) else form)
-        match.decisions.conditions(opaque_nodes(captured, match.ends))  # what is refused for sure is known now
-        return match
+        return _detect(captured, prefer_earliest, "free" if has_idle(captured) else form)
     except Refuse as refusal:
         return refusal.at(captured.path)
 

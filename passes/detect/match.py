@@ -13,7 +13,6 @@ from hexa_fx.capture import CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.combine import Combine, check_base, explain_offset
-from hexa_fx.passes.detect.decisions import Decisions
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
 from hexa_fx.passes.detect.projections import Instance
 from hexa_fx.passes.detect.routing import Passing, Routing, find_routing, how_tokens_pass
@@ -22,7 +21,7 @@ from hexa_fx.passes.detect.rules import is_constant, refuse_own_backward, refuse
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import FreeBody
-from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_groups, tag
+from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 
@@ -74,21 +73,6 @@ class MoEMatch:
     def regions(self) -> tuple[MoEMatch, ...]:
         """This one and the others."""
         return (self, *self.others)
-
-    @cached_property
-    def ends(self) -> list[Node]:
-        """What the experts of all regions give."""
-        return [instance.second.node for region in self.regions for instance in region.instances]
-
-    @cached_property
-    def decisions(self) -> Decisions:
-        """What judges the host decisions of the block."""
-        groups, members = expert_groups(self.captured.named_tensors()), [region.members for region in self.regions]
-        # Stacks that the families leave out are a router's: what is computed with them is not of the experts.
-        only = None if None in members else frozenset(groups.members).union(*filter(None, members))
-        routing = {node for region in self.regions for node in region.routing.index.nodes}
-        outputs = [region.output for region in self.regions]
-        return Decisions(self.captured, tag(self.captured, groups, only), routing, self.ends, outputs)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.kept_calls import (
     KeptNodes,
     decided_again,
+    decisions_of,
     keep,
     kept_routers,
     left_by_opened,
@@ -130,7 +131,8 @@ class _Rewriter:
         called = {call.path for call in kept.calls.values() if call.function is None}
         self.opened = left_by_opened(captured, called, self._stored())
         kept = keep(captured, self._roots(), outputs) if self.opened else kept
-        while (conditions := self.match.decisions.conditions(decided_again(self.match, kept))) != self.conditions:
+        decisions = decisions_of(self.match)
+        while (conditions := decisions.conditions(decided_again(self.match, kept))) != self.conditions:
             self.conditions = conditions  # to ask which, calls may have to be opened, of which more is asked
             kept = keep(captured, self._roots(), outputs)
         cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))

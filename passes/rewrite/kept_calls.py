@@ -24,11 +24,12 @@ from hexa_fx.capture.records import nodes_by_call, reached
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.decisions import is_size
+from hexa_fx.passes.detect.decisions import Decisions, is_size
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import calls_without, check_added, gives_plain, opaque_nodes
 from hexa_fx.passes.detect.steps import FreeBody, TokenRows
+from hexa_fx.passes.detect.tags import expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import is_within
@@ -84,6 +85,17 @@ def keep(captured: CapturedBlock, roots: Iterable[Node], outputs: Sequence[Node]
         wanted += unseen
 
 
+def decisions_of(match: MoEMatch) -> Decisions:
+    """What judges the host decisions of a block with these regions."""
+    captured, members = match.captured, [region.members for region in match.regions]
+    groups = expert_groups(captured.named_tensors())
+    # Stacks that the families leave out are a router's: what is computed with them is not of the experts.
+    only = None if None in members else frozenset(groups.members).union(*filter(None, members))
+    routing = {node for region in match.regions for node in region.routing.index.nodes}
+    ends = [instance.second.node for region in match.regions for instance in region.instances]
+    return Decisions(captured, tag(captured, groups, only), routing, ends, [region.output for region in match.regions])
+
+
 def decided_again(match: MoEMatch, kept: KeptNodes) -> set[Node]:
     """Nodes in calls that stay calls, and decide again in every call of the rewritten block.
 
@@ -108,7 +120,9 @@ def decided_again(match: MoEMatch, kept: KeptNodes) -> set[Node]:
             found.update(nodes)
     after_draws = dropwhile(lambda node: not draws(node), graph.nodes)
     late = {node for node in after_draws if record_of(node).only_raises and _compares_with_limit(node)}
-    return found | late & opaque_nodes(match.captured, match.ends)
+    return found | late & opaque_nodes(
+        match.captured, [run.second.node for region in match.regions for run in region.instances]
+    )
 
 
 def refuse_late_conditions(conditions: Collection[Node], order: Sequence[Node], kept: KeptNodes) -> None:
