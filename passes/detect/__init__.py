@@ -125,7 +125,7 @@ def _match_of(
     pairs, experts = rows.pairs(combine.coefficients * body.between), body.down.matrices.shape[0]
     routed = family.routed(pairs, combine, source, instances, experts, added)
     idiom = _idiom([instance.second for instance in instances], captured)
-    match = family.matched(source, routed, body, instances, stored, idiom)
+    match = family.matched(source, routed, body, products, instances, stored, idiom)
     detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
     return replace(match, detached=detached)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -264,6 +264,7 @@ class Decisions:
         routing: nodes that hold the ids.
         ends: what the experts give.
         outputs: where regions end.
+        opaque: nodes in submodule calls that stay calls, which decide again.
     """
 
     captured: CapturedBlock
@@ -271,31 +272,31 @@ class Decisions:
     routing: set[Node]
     ends: Sequence[Node]
     outputs: Sequence[Node]
+    opaque: set[Node]
     after: set[Node] = field(init=False)
     chosen: set[Node] = field(init=False)
-    known: dict[Node, Condition | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.after = descendants(self.outputs)
         self.chosen = self._follow_choices()
 
-    def conditions(self, left: Container[Node]) -> list[Condition]:
-        """Those of all decisions but for what is ``left`` to calls, which decide again."""
-        decisions = (node for node in self.captured.graph.nodes if node.op != "output" and record_of(node).decision)
-        asked = [node for node in decisions if node not in left]
-        self.known |= {node: self._condition(node) for node in asked if node not in self.known}
-        return [condition for node in asked if (condition := self.known[node]) is not None]
-
-    def _condition(self, decision: Node) -> Condition | None:
-        verdict, reason = self.judged(decision)
-        if verdict is Verdict.REFUSED and not record_of(decision).only_raises:
-            raise Refuse(reason, decision)
-        if verdict is not Verdict.CONDITION:
-            return None
-        value = record_of(decision).value
-        pieces = len(value) if counts_pieces(decision) or operation(decision) == "tolist" else None
-        of_outputs = not self._sizes(decision) and not self._inside(self._asked(decision)) <= self.after
-        return Condition(decision, value if _is_number(decision) else bool(value), of_outputs, pieces)
+    def conditions(self, of_sizes: bool = False) -> tuple[Condition, ...]:
+        """Those of all decisions, or only of those ``of_sizes``."""
+        found = []
+        for node in self.captured.graph.nodes:
+            if node.op == "output" or not record_of(node).decision or node in self.opaque:
+                continue
+            if of_sizes and not self._sizes(node):
+                continue
+            verdict, reason = self.judged(node)
+            if verdict is Verdict.REFUSED and not record_of(node).only_raises:
+                raise Refuse(reason, node)
+            if verdict is Verdict.CONDITION:
+                value = record_of(node).value
+                pieces = len(value) if counts_pieces(node) or operation(node) == "tolist" else None
+                of_outputs = not self._sizes(node) and not self._inside(self._asked(node)) <= self.after
+                found.append(Condition(node, value if _is_number(node) else bool(value), of_outputs, pieces))
+        return tuple(found)
 
     def judged(self, decision: Node) -> tuple[Verdict, str]:
         """The verdict on a decision, and the sentence of a refusal."""

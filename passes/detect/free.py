@@ -152,7 +152,7 @@ class _FreeSearch:
         if body.dropouts and not bool(pairs.effective.all()):
             raise Refuse(INSIDE, body.dropouts[0])  # experts drop numbers in rows that are not theirs too
         idiom = "loop over experts, unusual expert"
-        return self.family.matched(tokens, routed, body, instances, self.stored, idiom)
+        return self.family.matched(tokens, routed, body, everything, instances, self.stored, idiom)
 
     def _experts(self) -> int:
         """Number of experts in the parameters that the runs read."""

@@ -13,11 +13,12 @@ from hexa_fx.capture import CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.combine import Combine, check_base, explain_offset
+from hexa_fx.passes.detect.decisions import Condition, Decisions
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
 from hexa_fx.passes.detect.projections import Instance
 from hexa_fx.passes.detect.routing import Passing, Routing, find_routing, how_tokens_pass
 from hexa_fx.passes.detect.routing_sources import Search
-from hexa_fx.passes.detect.rules import is_constant, refuse_own_backward, refuse_stored_intermediates
+from hexa_fx.passes.detect.rules import decided_anew, is_constant, refuse_own_backward, refuse_stored_intermediates
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import FreeBody
@@ -37,13 +38,14 @@ class MoEMatch:
         body: the expert function and its weights.
         routing: ids and factors.
         passing: which tokens the code adds to the output as they are, past the experts.
+        conditions: under which the region looks like this.
         idiom: how the experts are run, in words, for reports.
         base: node that the combined outputs are added to, if the code does not start from zeros; ``passing`` says if with weights.
         detached: whether the experts read their tokens without a gradient.
         constant: whether the code lets no gradient through the region.
         stored: results that the code keeps beside its output, which the rewritten block has to leave there.
         instances: the runs of the experts.
-        members: the parameters and groups that are experts'; None: all that may be.
+        decisions: what judged the host decisions, which leaves to submodule calls what these decide again.
         others: further regions of the same block.
     """
 
@@ -54,14 +56,20 @@ class MoEMatch:
     body: ExpertBody | FreeBody
     routing: Routing
     passing: Passing | None
+    conditions: tuple[Condition, ...]
     idiom: str
     stored: tuple[StoredValue, ...] = ()
     base: Node | None = None
     detached: bool = False
     constant: bool = False
     instances: tuple[Instance, ...] = ()
-    members: frozenset[str] | None = None
+    decisions: Decisions | None = None
     others: tuple[MoEMatch, ...] = ()
+
+    @property
+    def early_conditions(self) -> tuple[Condition, ...]:
+        """Those that are known before the experts run."""
+        return tuple(condition for condition in self.conditions if not condition.of_outputs)
 
     @property
     def is_given_ids(self) -> bool:
@@ -139,26 +147,35 @@ class Family:
         source: Node,
         routed: Routed,
         body: ExpertBody | FreeBody,
+        inside: Sequence[Node],
         instances: Sequence[Instance],
         stored: tuple[StoredValue, ...],
         idiom: str,
     ) -> MoEMatch:
-        """The region."""
-        end = routed.search.end
+        """The region, of whose experts the nodes are ``inside``."""
+        routing, end, last = routed.routing, routed.search.end, [instance.second.node for instance in instances]
+        of_body = body.roots if isinstance(body, FreeBody) else ()
+        roots = [source, *of_body, *routing.nodes, *filter(None, [routed.base])]
+        anew = decided_anew(self.captured, inside, end, roots)
+        # Stacks that the family leaves out are a router's: what is computed with them is not of the experts.
+        of_all = tag(self.captured, self.groups, self.members and self.members | frozenset(self.groups.members))
+        decisions = Decisions(self.captured, of_all, set(routing.index.nodes), last, [end], anew)
+        conditions = decisions.conditions()
         refuse_stored_intermediates(stored, self.tags, end)
-        refuse_own_backward(end, self.tags, [instance.second.node for instance in instances])
+        refuse_own_backward(end, self.tags, last)
         return MoEMatch(
             captured=self.captured,
             source=source,
             output=end,
             num_experts=routed.search.experts,
             body=body,
-            routing=routed.routing,
+            routing=routing,
             passing=routed.passing,
+            conditions=conditions,
             idiom=idiom,
             stored=stored,
             base=routed.base,
             constant=is_constant(end),
             instances=tuple(instances),
-            members=self.members,
+            decisions=decisions,
         )

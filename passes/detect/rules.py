@@ -16,7 +16,7 @@ from hexa_fx.capture.records import nodes_by_call
 from hexa_fx.ir import Container, ContainerItem, ObjectAttribute
 from hexa_fx.isolation.lookup import LITERALS
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, draws, is_float, nodes_in
+from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_float, nodes_in
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
@@ -29,6 +29,30 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[Node]) -> set[Node]
     """
     inside = nodes_by_call(captured.graph)
     return {node for call in calls_without(captured.calls, products) for node in inside[call.number]}
+
+
+def decided_anew(captured: CapturedBlock, products: Iterable[Node], end: Node, roots: Iterable[Node]) -> set[Node]:
+    """As `opaque_nodes`, of calls whose decisions are taken again in every call of the rewritten block.
+
+    Not of those that give plain values: what these decide, too, the code around them goes by as it was. Nor of
+    those after the products, whose results' forms nobody asks, or of which only the region up to ``end`` has any use. Operators
+    give tensors alone.
+
+    Args:
+        roots: what the region is computed from.
+    """
+    taken, place = {*products}, {node: number for number, node in enumerate(captured.graph.nodes)}
+    last = max(map(place.__getitem__, taken))
+    needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
+    inside, found = nodes_by_call(captured.graph), set[Node]()
+    region, operators = ancestors([end]) & descendants(taken), (c for c in captured.functions if c.is_of_operator)
+    for call in calls_without((*captured.calls, *operators), taken):
+        nodes = inside[call.number]
+        if gives_plain(call) or needed.isdisjoint(nodes):
+            continue
+        if region.isdisjoint(nodes) if call.is_of_operator else place[nodes[0]] <= last:
+            found.update(nodes)
+    return found
 
 
 def calls_without(calls: Iterable[ModuleCall], nodes: Iterable[Node]) -> Iterator[ModuleCall]:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.operations import kind
-from hexa_fx.passes.detect.decisions import decision_left
+from hexa_fx.passes.detect.decisions import Decisions, decision_left
 from hexa_fx.passes.detect.match import Family, MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, is_expert_weight
 from hexa_fx.passes.detect.rules import opaque_nodes
@@ -115,7 +115,12 @@ def find_several(family: Family, parts: Iterable[Family], look: Callable[[Family
     opaque = opaque_nodes(captured, outputs)
     if decision_left(outputs, opaque):
         return None
-    return replace(regions[0], others=tuple(regions[1:]))
+    routing = {node for region in regions for node in region.routing.index.nodes}
+    # of one region alone, not all that ask for sizes can be asked
+    asked = Decisions(captured, tag(captured, family.groups), routing, [], outputs, opaque).conditions(of_sizes=True)
+    known = {condition.node for region in regions for condition in region.conditions}
+    new = [condition for condition in asked if condition.node not in known]
+    return replace(regions[0], conditions=(*regions[0].conditions, *new), others=tuple(regions[1:]))
 
 
 def other_runs(captured: CapturedBlock, groups: ExpertGroups, members: Members | None = None) -> list[frozenset[Node]]:

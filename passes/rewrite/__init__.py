@@ -25,8 +25,7 @@ from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.kept_calls import (
     KeptNodes,
-    decided_again,
-    decisions_of,
+    conditions_of_opened,
     keep,
     kept_routers,
     left_by_opened,
@@ -117,8 +116,6 @@ class _Rewriter:
     unwritten: dict[Node, Node] = field(default_factory=dict)
     """Copies of what regions read and the code writes to before it has added up their results."""
     called: dict[Node, ModuleCall] = field(default_factory=dict)
-    conditions: list[Condition] = field(default_factory=list)
-    """Under which the recorded graph looks like this."""
     opened: tuple[StoredValue, ...] = ()
     """What submodules keep that the new graph does not call, as their choices would be drawn twice."""
     elsewhere: frozenset[str] = frozenset()
@@ -126,18 +123,16 @@ class _Rewriter:
 
     def run(self) -> RewrittenBlock:
         captured = self.match.captured
-        outputs = [match.output for match in self.match.regions]
-        kept = keep(captured, self._roots(), outputs)
+        regions = self._regions()
+        kept = keep(captured, self._roots(), [*regions])
         called = {call.path for call in kept.calls.values() if call.function is None}
         self.opened = left_by_opened(captured, called, self._stored())
-        kept = keep(captured, self._roots(), outputs) if self.opened else kept
-        decisions = decisions_of(self.match)
-        while (conditions := decisions.conditions(decided_again(self.match, kept))) != self.conditions:
-            self.conditions = conditions  # to ask which, calls may have to be opened, of which more is asked
-            kept = keep(captured, self._roots(), outputs)
+        kept = keep(captured, self._roots(), [*regions]) if self.opened else kept
+        while conditions := conditions_of_opened(self.match, kept):
+            self.match = replace(self.match, conditions=(*self.match.conditions, *conditions))
+            kept = keep(captured, self._roots(), [*regions])
         cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
-        self.conditions = [*self.conditions, *cut]
-        regions = self._regions()
+        self.match = replace(self.match, conditions=(*self.match.conditions, *cut))
         for name, given in captured.arguments:
             placeholder = self.graph.placeholder(name.lstrip("*"))
             if isinstance(given, Node):
@@ -179,8 +174,7 @@ class _Rewriter:
         return RewrittenBlock(*given_for, *of_python, dtypes=captured.dtypes)
 
     def _early_conditions(self) -> dict[Node, Condition]:
-        """Those that are known before the experts run."""
-        return {condition.node: condition for condition in self.conditions if not condition.of_outputs}
+        return {condition.node: condition for match in self.match.regions for condition in match.early_conditions}
 
     def _asked_first(self, kept: KeptNodes) -> set[Node]:
         """Conditions on what is there before anything is drawn, written or called, which are checked first."""
@@ -214,11 +208,10 @@ class _Rewriter:
     def _regions(self) -> dict[Node, RegionEmitter]:
         """By output."""
         found = {}
-        late = next((condition for condition in self.conditions if condition.of_outputs), None)
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
             outside = ChainMap(self.unwritten, self.new)
-            found[match.output] = RegionEmitter(match, self.graph, outside, weights, self.recompute_h, late)
+            found[match.output] = RegionEmitter(match, self.graph, outside, weights, self.recompute_h)
         return found
 
     def _stored(self) -> list[StoredValue]:
@@ -240,8 +233,7 @@ class _Rewriter:
     def _roots(self) -> list[Node]:
         found: list[Node] = []
         torch.fx.map_arg([item.value for item in self._stored()], found.append)
-        found += [node for match in self.match.regions for node in _roots_of(match)]
-        return [*found, *self._early_conditions()]
+        return found + [node for match in self.match.regions for node in _roots_of(match)]
 
     def _drop_unused(self) -> None:
         """Drops sizes and results that only the removed code read."""
@@ -343,10 +335,10 @@ def _given_as(node: Node) -> Node:
 
 
 def _roots_of(match: MoEMatch) -> list[Node]:
-    """What the region is computed from, and what its result is written to."""
+    """What the region and its conditions are computed from, and what its result is written to."""
     written = [written_from(match.output)] if writes_outside(match.output) else []
     sizes = [size for size in leading_sizes(match.output) or () if isinstance(size, Node)]
-    return [*_read_by(match), *written, *sizes]
+    return [*_read_by(match), *written, *sizes, *(condition.node for condition in match.early_conditions)]
 
 
 def _read_by(match: MoEMatch) -> list[Node]:

@@ -8,7 +8,7 @@ form of what it gives tells the two apart.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import dropwhile
 from types import NoneType
@@ -24,12 +24,11 @@ from hexa_fx.capture.records import nodes_by_call, reached
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.decisions import Decisions, is_size
+from hexa_fx.passes.detect.decisions import Condition, is_size
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.rules import calls_without, check_added, gives_plain, opaque_nodes
+from hexa_fx.passes.detect.rules import calls_without, check_added, gives_plain
 from hexa_fx.passes.detect.steps import FreeBody, TokenRows
-from hexa_fx.passes.detect.tags import expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import is_within
@@ -85,44 +84,22 @@ def keep(captured: CapturedBlock, roots: Iterable[Node], outputs: Sequence[Node]
         wanted += unseen
 
 
-def decisions_of(match: MoEMatch) -> Decisions:
-    """What judges the host decisions of a block with these regions."""
-    captured, members = match.captured, [region.members for region in match.regions]
-    groups = expert_groups(captured.named_tensors())
-    # Stacks that the families leave out are a router's: what is computed with them is not of the experts.
-    only = None if None in members else frozenset(groups.members).union(*filter(None, members))
-    routing = {node for region in match.regions for node in region.routing.index.nodes}
-    ends = [instance.second.node for region in match.regions for instance in region.instances]
-    return Decisions(captured, tag(captured, groups, only), routing, ends, [region.output for region in match.regions])
+def conditions_of_opened(match: MoEMatch, kept: KeptNodes) -> tuple[Condition, ...]:
+    """Of decisions that were left to submodule calls, of which the rewritten graph makes none.
 
-
-def decided_again(match: MoEMatch, kept: KeptNodes) -> set[Node]:
-    """Nodes in calls that stay calls, and decide again in every call of the rewritten block.
-
-    Not in those that give plain values: what these decide, too, the code around them goes by as it was. Nor in those of modules
-    that come after experts, whose results' forms nobody asks. Operators give tensors alone.
-
-    Nor is asked for sizes that calls assert which do not stay, after random numbers: it is too late to run the original.
+    Asserts on sizes after random numbers, where it is too late to run the original, are no reason to refuse, and are left out.
     """
-    graph = match.captured.graph
-    by_call, place = nodes_by_call(graph), {node: number for number, node in enumerate(graph.nodes)}
-    last = min(max(place[run.second.node] for run in region.instances) for region in match.regions)
-    stay = {kept.calls[node].number for node in kept.order if node in kept.calls}
-    found = set[Node]()
-    for call in (*match.captured.calls, *(call for call in match.captured.functions if call.is_of_operator)):
-        nodes, in_one = by_call[call.number], not stay.isdisjoint((call.number, *call.around))
-        if (
-            in_one
-            and nodes_in(call.output)
-            and not gives_plain(call)
-            and (call.is_of_operator or place[nodes[0]] <= last)
-        ):
-            found.update(nodes)
-    after_draws = dropwhile(lambda node: not draws(node), graph.nodes)
+    by_call = nodes_by_call(match.captured.graph)
+    after_draws = dropwhile(lambda node: not draws(node), match.captured.graph.nodes)
     late = {node for node in after_draws if record_of(node).only_raises and _compares_with_limit(node)}
-    return found | late & opaque_nodes(
-        match.captured, [run.second.node for region in match.regions for run in region.instances]
-    )
+    known = {each.node for one in match.regions for each in one.conditions}
+    called = {node for call in kept.calls.values() for node in by_call[call.number]}
+    found: list[Condition] = []
+    for judge in (one.decisions for one in match.regions if one.decisions is not None):
+        if any(record_of(node).decision for node in judge.opaque - called):
+            asked = replace(judge, opaque=judge.opaque & called).conditions()
+            found += [each for each in asked if each.node not in known | late]
+    return tuple(found)
 
 
 def refuse_late_conditions(conditions: Collection[Node], order: Sequence[Node], kept: KeptNodes) -> None:

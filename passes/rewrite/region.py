@@ -19,7 +19,7 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.canonicalize.size_origins import Dim, Origin, leading_sizes
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.decisions import Condition, is_check_of_numbers
+from hexa_fx.passes.detect.decisions import is_check_of_numbers
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, traced
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
@@ -228,11 +228,10 @@ _keeps_order = ops.of("reshape view flatten contiguous")
 
 @dataclass
 class RegionEmitter(RoutingEmitter):
-    """Emits all of a region into a graph. ``late``: a condition on what experts give, which is asked of the result."""
+    """Emits all of a region into a graph."""
 
     weights: WeightEmitter
     recompute_h: bool
-    late: Condition | None = None
 
     def emit(self) -> Node:
         """The node that stands for the region's output."""
@@ -266,8 +265,9 @@ class RegionEmitter(RoutingEmitter):
             result = self.graph.call_function(operator.add, (result, past_experts))
         if match.base is not None and match.passing != "weighted":
             result = self.graph.call_function(operator.add, (self._as_rows(match.base), result))
-        if self.late is not None:  # the code asks whether what experts give is finite
-            self.graph.call_function(guards.require_finite, (result, self.late.as_recorded()))
+        asked = next((condition for condition in match.conditions if condition.of_outputs), None)
+        if asked is not None:  # the code asks whether what experts give is finite
+            self.graph.call_function(guards.require_finite, (result, asked.as_recorded()))
         result = self._restore(result, self._dtype())
         return self.graph.call_method("detach", (result,)) if match.constant else result
 
