@@ -185,7 +185,9 @@ class Comparison:
         for number, (batch, sequence) in enumerate(self.settings.sizes):
             make = partial(self.inputs.at, batch, sequence, dtype)
             case = self._made(size(batch, sequence), make, gradients=number == 0 and not large)
-            others = (batch, None), (None, sequence), (None, 2 * self.inputs.sizes.sequence)
+            others = [(batch, None), (None, sequence)]
+            if self.inputs.sizes.sequence > 1:
+                others.append((None, 2 * self.inputs.sizes.sequence))
             alone |= dict.fromkeys(others) if case.raised else {}
             yield case
         for batch_or_none, sequence_or_none in alone:
