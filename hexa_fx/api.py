@@ -24,7 +24,7 @@ from hexa_fx.optimizing import Part, analyse_and_install, as_finished, at_first_
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.report import OFF, WAITS, OptimizationReport
 from hexa_fx.runtime.preflight import called_in, check_model, check_values
-from hexa_fx.sources.packed_parameters import collecting
+from hexa_fx.sources.garbage import collecting
 from hexa_fx.spread import Spread
 from hexa_fx.tracing import tracing
 

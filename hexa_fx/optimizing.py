@@ -48,8 +48,8 @@ from hexa_fx.runtime.install import install, installed_forward, is_installed, un
 from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.source_kernels import request_kernels_of_sources
 from hexa_fx.sources import peft
+from hexa_fx.sources.garbage import collected_after
 from hexa_fx.sources.loaded import adopt_loaded
-from hexa_fx.sources.packed_parameters import collected_after
 from hexa_fx.specialise import Specialiser, undisturbed
 from hexa_fx.spread import Spread
 from hexa_fx.tracing import tracing

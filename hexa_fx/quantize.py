@@ -20,7 +20,8 @@ from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.listed_experts import reader_of
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.preflight import check_module
-from hexa_fx.sources.packed_parameters import collecting, set_packed
+from hexa_fx.sources.garbage import collecting
+from hexa_fx.sources.packed_parameters import set_packed
 
 Model = TypeVar("Model", bound=nn.Module)
 FormatName = Literal["nf4", "nf4_double", "mxfp4", "fp8_block", "int8_rows"]

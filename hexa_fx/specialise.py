@@ -43,7 +43,7 @@ from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss, ReadMiss
 from hexa_fx.runtime.install import install, is_installed
 from hexa_fx.runtime.specialisation import Specialisation
-from hexa_fx.sources.packed_parameters import collected_after
+from hexa_fx.sources.garbage import collected_after
 
 log = logging.getLogger(__name__)
 

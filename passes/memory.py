@@ -4,7 +4,6 @@ float64 copy of a block that verification runs on.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import re
@@ -36,6 +35,7 @@ from hexa_fx.isolation.size import (
     raises_in_pieces,
     whole_bytes,
 )
+from hexa_fx.sources.garbage import collect_all
 
 NO_MEMORY = "there is not enough memory"
 """How a refusal begins that may not hold later."""
@@ -117,7 +117,7 @@ def _float64_bytes(captured: CapturedBlock, writes: bool) -> Iterator[int]:
 def _released(reason: str) -> None:
     if reason:
         log.info("the analysis ran out of memory and goes on with fewer tokens: %s", reason)
-    gc.collect()  # graphs refer to themselves
+    collect_all()  # graphs refer to themselves
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -7,11 +7,9 @@ of experts by such names when it saves them.
 
 from __future__ import annotations
 
-import functools
-import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.fx
@@ -21,8 +19,6 @@ from hexa_fx.contexts import items_set
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops.sources import takes_sources
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def set_packed(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
@@ -57,38 +53,6 @@ def unpacked(module: nn.Module) -> Iterator[int]:
     made = {id(weight): nn.Parameter(weight.dense(), requires_grad=False) for _, _, weight in held}
     with items_set((owner._parameters, name, made[id(weight)]) for owner, name, weight in held):
         yield len(held)
-
-
-@contextmanager
-def collected_after(model: nn.Module) -> Iterator[None]:
-    """A context after which what an analysis of a model leaves is collected at once where a device is in use, or weights are
-    packed: recorded graphs refer to themselves. Garbage would hold memory, a block's numbers among it, and what autograd keeps of a
-    parameter, which remembers the stream that it first ran on: a step of the model could not be recorded as a CUDA graph.
-
-    What was there before is not looked at for garbage meanwhile, which takes most of a collection's time.
-    """
-    aside = gc.isenabled() and not gc.get_freeze_count()
-    if aside:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        packed = isinstance(model, nn.Module) and packed_parameters(model)  # else the call says what is wrong
-        if packed or (gc.isenabled() and torch.cuda.is_initialized()):
-            gc.collect()
-        if aside:
-            gc.unfreeze()
-
-
-def collecting(function: F) -> F:
-    """Decorates what analyses a model or packs it: as `collected_after`."""
-
-    @functools.wraps(function)
-    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with collected_after(model):
-            return function(model, *args, **kwargs)
-
-    return cast(F, run)
 
 
 def packed_parameters(module: nn.Module) -> dict[str, QuantizedWeight]:

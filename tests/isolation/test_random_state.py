@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from hexa_fx.capture import capture
 from hexa_fx.capture.observe import observe
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
-from hexa_fx.sources.packed_parameters import collected_after
+from hexa_fx.sources.garbage import collect_all, collected_after
 from tests.detect.mixture import D, Mixture
 
 
@@ -211,3 +212,27 @@ def test_a_collection_looks_at_what_an_analysis_made_alone() -> None:
     assert gc.get_freeze_count() > 0
     if not before:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["called with it", "short of memory"])
+def test_earlier_garbage_is_collected_where_that_is_asked_for(short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier graph, say, which holds the numbers that are packed now, or the memory that an analysis lacks."""
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    ring: list[Any] = [nn.Linear(1, 1)]
+    ring.append(ring)
+    weight = weakref.ref(ring[0])
+    del ring
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    model = nn.Linear(1, 1)
+    with collected_after(model):
+        pass
+    assert weight() is not None, "what was there before takes most of a collection's time"
+    with collected_after(model, earlier=not short):
+        if short:
+            collect_all()
+            assert weight() is None
+    assert weight() is None
+    assert gc.get_freeze_count() == 0
+    if before:
+        gc.freeze()
