@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks import kernel_docs as docs
 from benchmarks.bench_whole_models import rows
 from benchmarks.fine_tuning_memory import MODELS, memory, packed_bytes, table
 from benchmarks.pages import fill
-from benchmarks.peer_products import Product, deepgemm
+from benchmarks.peer_products import Product, deepgemm, humming
 from benchmarks.rank_failure import NAMED, measure
 from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT
@@ -241,3 +242,34 @@ def test_a_peer_that_computes_something_else_is_left_out(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "deep_gemm", _package(1.05))
     with pytest.raises(ValueError, match="differ by"):
         deepgemm(_products()[number])
+
+
+class _Humming:
+    """The interface of Humming's layer of packed experts, which are not packed here, off by a factor."""
+
+    def __init__(self, error: float) -> None:
+        self.error = error
+        self.weight_schema = SimpleNamespace(
+            quant_tensor=lambda weight, schema, dtype: {"weight": weight},
+            dequant_tensors=lambda packed: packed["weight"],
+        )
+        self.load_from_tensors, self.transform = vars(self).update, lambda: None
+
+    def to(self, device: torch.device) -> Any:
+        return self
+
+    def __call__(self, x: Tensor, expert_layout: Tensor, compute_config: dict[str, str]) -> Tensor:
+        assert compute_config == {"gemm_type": "grouped_contiguous"}
+        parts = x.split(expert_layout.diff().tolist())
+        return torch.cat([part @ weight.t() for part, weight in zip(parts, vars(self)["weight"])]) * self.error
+
+
+@pytest.mark.parametrize("error", [1.0, 1.05])
+def test_a_product_with_packed_weights_is_compared_with_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, error: float
+) -> None:
+    made = SimpleNamespace(HummingLayer=lambda columns, depth, config, **options: _Humming(error))
+    monkeypatch.setitem(sys.modules, "humming.layer", made)
+    x, offs = torch.randn(9, 2 * BLOCK, dtype=torch.bfloat16), torch.tensor([0, 2, 2, 9], dtype=torch.int32)
+    with pytest.raises(ValueError, match="differ by") if error != 1 else nullcontext():
+        humming("fp8_block", BLOCK, x, offs)()
