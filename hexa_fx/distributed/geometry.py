@@ -13,6 +13,7 @@ and the gathered (I, row) matrix is read in place, as weights (E, I, D) of strid
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +23,14 @@ from torch import Tensor
 from hexa_fx.distributed.copies import Copies, copies_between
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import Glu, Layout
+from hexa_fx.ops.table_layers import PARAMETERS
 from hexa_fx.plan import ExpertShape
 
-ROLES = ("w1", "b1", "w3", "b3", "w2")
-"""The sliced weights of `hexa::moe_ffn`. The output bias b2 has no intermediate dimension and is replicated."""
+ROLES = tuple(name for name in PARAMETERS if name != "b2")
+"""The sliced weights of `hexa::moe_ffn`, in its order. The output bias has no intermediate dimension and is replicated."""
+_IN_ROW = ("w1", "w3", "w2", "b1", "b3")
 
-Weights = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Weights = tuple[Tensor | None, ...]
 """One optional tensor a role, in the order of `ROLES`."""
 
 _ROW_ALIGNMENT = 8
@@ -66,19 +69,22 @@ class Geometry:
     @functools.cached_property
     def row(self) -> int:
         """Elements of one packed channel."""
-        return -(-self._used // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        _, used = self._places
+        return -(-used // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     @functools.cached_property
-    def _used(self) -> int:
-        s = self.shape
-        used = (3 if self.gated else 2) * s.num_experts * s.hidden_size
-        if self.bias:
-            used += (2 if self.gated else 1) * s.num_experts
-        return used
+    def _places(self) -> tuple[dict[str, int], int]:
+        """Where each role that there is begins in a row, and where the last one ends."""
+        begins, used = {}, 0
+        for role in _IN_ROW:
+            if (self.gated or role[1] != "3") and (self.bias or role[0] == "w"):
+                begins[role] = used
+                used += self.shape.num_experts * (self.shape.hidden_size if role[0] == "w" else 1)
+        return begins, used
 
     def dim(self, role: str) -> int:
         """The intermediate dimension of a role's tensor."""
-        if role in ("b1", "b3"):
+        if role[0] == "b":
             return 1
         if role == "w2":
             return 2 if self.layout2 == "nk" else 1
@@ -106,27 +112,30 @@ class Geometry:
 
     def views(self, rows: Tensor) -> Weights:
         """(channels, row) -> weights of a split or ungated expert, layout1 ``nk``, layout2 ``kn``. No copy."""
+        return tuple([self._view(rows, role) for role in ROLES])
+
+    def _view(self, rows: Tensor, role: str, halves: bool = False) -> Tensor | None:
+        """A role's entries of packed rows, (E, channels, D) or (E, channels); (E, 2, channels, ...) with up behind gate."""
+        begins, _ = self._places
+        if role not in begins:
+            return None
         channels, row = rows.shape
-        experts, width, start = self.shape.num_experts, self.shape.hidden_size, rows.storage_offset()
-        matrix, bias = ((experts, channels, width), (width, row, 1)), ((experts, channels), (1, row))
-        gate, gate_bias, up, up_bias, down = self._offsets
-        return (
-            rows.as_strided(*matrix, start + gate),
-            None if gate_bias is None else rows.as_strided(*bias, start + gate_bias),
-            None if up is None else rows.as_strided(*matrix, start + up),
-            None if up_bias is None else rows.as_strided(*bias, start + up_bias),
-            rows.as_strided(*matrix, start + down),
-        )
+        experts, *width = (self.shape.num_experts, self.shape.hidden_size)[: 2 if role[0] == "w" else 1]
+        step = math.prod(width)
+        two, apart = ([2], [experts * step]) if halves else ([], [])
+        sizes, strides = (experts, *two, channels, *width), (step, *apart, row, *[1 for _ in width])
+        return rows.as_strided(sizes, strides, rows.storage_offset() + begins[role])
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, wanted: Sequence[bool] = (True,) * len(ROLES)) -> Weights:
         """(channels, row) -> contiguous local slices in the user's layout; None for roles that are not wanted."""
         channels = rows.shape[0]
-        stored, sizes = self._stored_as(rows), self._local_sizes(channels)
-        w1, b1, w3, b3, w2 = [
-            rows.new_empty(size, dtype=dtype) if there is not None and want else None
-            for size, there, want in zip(sizes, stored, wanted)
-        ]
-        weights = w1, b1, w3, b3, w2
+        stored = self._stored_as(rows)
+        weights = tuple(
+            [
+                rows.new_empty(self._local_size(role, channels), dtype=dtype) if there is not None and want else None
+                for role, there, want in zip(ROLES, stored, wanted, strict=True)
+            ]
+        )
         copies_between(self._in_halves(weights, channels), stored).run()
         return weights
 
@@ -139,17 +148,10 @@ class Geometry:
     def _empty_rows(self, like: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
         """Rows of which only the padding is set."""
         rows = like.new_empty((channels, self.row), dtype=dtype)
-        if self._used < self.row:
-            rows[:, self._used :].zero_()
+        _, used = self._places
+        if used < self.row:
+            rows[:, used:].zero_()
         return rows
-
-    @functools.cached_property
-    def _offsets(self) -> tuple[int, int | None, int | None, int | None, int]:
-        """Offsets of gate, gate bias, up, up bias and down in a row."""
-        experts, width = self.shape.num_experts, self.shape.num_experts * self.shape.hidden_size
-        up, down = (width, 2 * width) if self.gated else (None, width)
-        bias = down + width
-        return 0, bias if self.bias else None, up, bias + experts if self.bias and self.gated else None, down
 
     @functools.cached_property
     def _joined(self) -> bool:
@@ -158,46 +160,32 @@ class Geometry:
 
     def _stored_as(self, rows: Tensor) -> Weights:
         """Views of packed rows that a role's local slice is copied to: (E, channels, D), or (E, 2, channels, D) of halves."""
-        gate, gate_bias, up, up_bias, down = self.views(rows)
         if not self._joined:
-            return gate, gate_bias, up, up_bias, down
-        channels, row = rows.shape
-        experts, width, start = self.shape.num_experts, self.shape.hidden_size, rows.storage_offset()
-        both = rows.as_strided((experts, 2, channels, width), (width, experts * width, row, 1), start)
-        _, bias, *_ = self._offsets
-        biases = None if bias is None else rows.as_strided((experts, 2, channels), (1, experts, row), start + bias)
-        return both, biases, None, None, down
+            return self.views(rows)
+        return tuple([None if role[1] == "3" else self._view(rows, role, halves=role[1] == "1") for role in ROLES])
 
     def _in_halves(self, weights: Weights, channels: int) -> Weights:
         """Local slices in the user's layout -> views shaped as `_stored_as`."""
-        w1, b1, w3, b3, w2 = weights
-        w1, w3 = _oriented(w1, self.layout1 == "nk"), _oriented(w3, self.layout1 == "nk")
-        if self._joined:
-            w1, b1 = self._halves(w1, channels), self._halves(b1, channels)
-        return w1, b1, w3, b3, _oriented(w2, self.layout2 == "kn")
+        return tuple([self._as_stored(role, each, channels) for role, each in zip(ROLES, weights, strict=True)])
 
-    def _halves(self, joined: Tensor | None, channels: int) -> Tensor | None:
-        if joined is None:
+    def _as_stored(self, role: str, weight: Tensor | None, channels: int) -> Tensor | None:
+        if weight is None:
             return None
+        turned = weight.transpose(1, 2) if self.dim(role) == 2 else weight
+        return self._halves(turned, channels) if self._joined and role[1] == "1" else turned
+
+    def _halves(self, joined: Tensor, channels: int) -> Tensor:
         experts, _, *width = joined.shape
         if self.glu == "concat":
             return joined.view(experts, 2, channels, *width)
         return joined.view(experts, channels, 2, *width).transpose(1, 2)
 
-    def _local_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a rank's slices, by role."""
-        experts, width = self.shape.num_experts, self.shape.hidden_size
-        wide = 2 * channels if self._joined else channels
-        w1, w3, w2 = (experts, wide, width), (experts, channels, width), (experts, channels, width)
-        if self.layout1 == "kn":
-            w1, w3 = (experts, width, wide), (experts, width, channels)
-        if self.layout2 == "nk":
-            w2 = (experts, width, channels)
-        return w1, (experts, wide), w3, (experts, channels), w2
-
-
-def _oriented(tensor: Tensor | None, as_stored: bool) -> Tensor | None:
-    return tensor if tensor is None or as_stored else tensor.transpose(1, 2)
+    def _local_size(self, role: str, channels: int) -> tuple[int, ...]:
+        """Shape of a rank's slice."""
+        sizes = [self.shape.num_experts, 2 * channels if self._joined and role[1] == "1" else channels]
+        if role[0] == "w":
+            sizes.insert(3 - self.dim(role), self.shape.hidden_size)
+        return tuple(sizes)
 
 
 def _some(tensors: Weights) -> Tensor:

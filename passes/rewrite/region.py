@@ -17,6 +17,7 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.records import reached
 from hexa_fx.ir import FfnSpec
 from hexa_fx.operations import kind, operation
+from hexa_fx.ops.table_layers import PARAMETERS
 from hexa_fx.passes.canonicalize.size_origins import Dim, Origin, leading_sizes
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import is_check_of_numbers
@@ -275,8 +276,10 @@ class RegionEmitter(RoutingEmitter):
         (given, glu), up = self.weights.emit(body), None if body.up is None else body.up.base
         bases = (body.gate.base, body.gate_bias, up, body.up_bias, body.down.base, body.down_bias)
         weights = tuple(
-            node if node is None or base is None else self._cast(node, self.weights.first_of(base).dtype)
-            for node, base in zip(given, bases)
+            node
+            if (node := given.get(name)) is None or base is None
+            else self._cast(node, self.weights.first_of(base).dtype)
+            for name, base in zip(PARAMETERS, bases, strict=True)
         )
         static = (glu, body.gate.layout, body.down.layout, body.params, self.recompute_h)
         spec = FfnSpec(body.activation, *static)

@@ -19,8 +19,8 @@ from hexa_fx.passes.detect.stacks import Part, Stack, packed_shape, slice_of
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.detect.verdict import Refuse
 
-_First = tuple[Node, Node | None, Node | None, Node | None, Glu]
-"""w1, b1, w3, b3 and how gate and up lie in these."""
+_Weights = tuple[dict[str, Node | None], Glu]
+"""Weights of `hexa::moe_ffn` by their names there, and how gate and up lie in them."""
 _TOGETHER: dict[tuple[Part, Part], Glu] = {("first", "second"): "concat", ("even", "odd"): "interleaved"}
 """How operators take gate and up in one weight, by where they lie there."""
 
@@ -59,47 +59,51 @@ class WeightEmitter:
                 self._by_base[base] = self._rows(_name_of(base), [base])
         return self._by_base[base]
 
-    def emit(self, body: ExpertBody) -> tuple[tuple[Node | None, ...], Glu]:
-        """w1, b1, w3, b3, w2, b2 of `hexa::moe_ffn`, of which w3 is up where it is a tensor of its own; and how gate and up lie."""
-        w1, b1, w3, b3, glu = self._first(body)
-        w2 = self._read("hexa_w2", [body.down.base], body.down.matrices.shape[0])
-        number = body.down.matrices.shape[0]
-        if body.gate.matrices.shape[0] > number:  # storage of experts that have no second projection
-            experts = slice(None, number)
-            w1, w3 = self._cut(w1, 0, experts), None if w3 is None else self._cut(w3, 0, experts)
+    def emit(self, body: ExpertBody) -> _Weights:
+        """Of a whole layer; w3 where up is a tensor of its own."""
+        weights, glu = self._first(body)
+        down = self._read("hexa_w2", [body.down.base], number := len(body.down.matrices))
+        if len(body.gate.matrices) > number:  # storage of experts that have no second projection
+            for name in ("w1", "w3"):
+                if (node := weights.get(name)) is not None:
+                    weights[name] = self._cut(node, 0, slice(None, number))
         if body.gain is not None:  # act(h) * g @ W2 is act(h) @ (g * W2)
             dim = 1 if body.down.layout == "nk" else 2
             gain = self.graph.call_method("unsqueeze", (self._bias("hexa_gain", body.gain), dim))
-            w2 = self.graph.call_function(operator.mul, (w2, gain))
-        b2 = self._bias("hexa_b2", body.down_bias)
-        return (w1, b1, w3, b3, w2, b2), glu
+            down = self.graph.call_function(operator.mul, (down, gain))
+        return {**weights, "w2": down, "b2": self._bias("hexa_b2", body.down_bias)}, glu
 
-    def _first(self, body: ExpertBody) -> _First:
+    def _first(self, body: ExpertBody) -> _Weights:
         gate, up, experts = body.gate, body.up, len(body.gate.matrices)
         if up is None:
             w1, b1 = self._read("hexa_w1", [gate.base], experts), self._bias("hexa_b1", body.gate_bias)
-            return w1, b1, None, None, "none"
+            return {"w1": w1, "b1": b1}, "none"
         if gate.base == up.base:
             return self._of_one(body, gate, up)
         # Two lists of matrices like those of nn.Linear become one tensor with gate above up.
         alike = gate.form == up.form == "listed" and gate.layout == up.layout == "nk"
         if alike and (body.gate_bias is None) == (body.up_bias is None):
             w1 = self._read("hexa_w1", [gate.base, up.base], experts)
-            return w1, self._bias("hexa_b1", body.gate_bias, body.up_bias), None, None, "concat"
+            return {"w1": w1, "b1": self._bias("hexa_b1", body.gate_bias, body.up_bias)}, "concat"
         w1, w3 = self._read("hexa_w1", [gate.base], experts), self._read("hexa_w3", [up.base], experts)
-        return w1, self._bias("hexa_b1", body.gate_bias), w3, self._bias("hexa_b3", body.up_bias), "split"
+        return {"w1": w1, "w3": w3, **self._biases(body)}, "split"
 
-    def _of_one(self, body: ExpertBody, gate: Stack, up: Stack) -> _First:
+    def _biases(self, body: ExpertBody) -> dict[str, Node | None]:
+        return {"b1": self._bias("hexa_b1", body.gate_bias), "b3": self._bias("hexa_b3", body.up_bias)}
+
+    def _of_one(self, body: ExpertBody, gate: Stack, up: Stack) -> _Weights:
         """Gate and up in one weight: as operators take it, or as two views."""
         whole, together = self._read("hexa_w1", [gate.base], len(gate.matrices)), _TOGETHER.get((gate.part, up.part))
-        b1, is_one = self._bias("hexa_b1", body.gate_bias), body.gate_bias == body.up_bias
+        is_one = body.gate_bias == body.up_bias
         if is_one and together is not None:
-            return whole, b1, None, None, together
+            return {"w1": whole, "b1": self._bias("hexa_b1", body.gate_bias)}, together
         size, dim = gate.matrices.shape[1], 1 if gate.layout == "nk" else 2
-        w1, w3 = (self._cut(whole, dim, slice_of(stack.part, size)) for stack in (gate, up))
-        if not is_one or b1 is None:
-            return w1, b1, w3, self._bias("hexa_b3", body.up_bias), "split"
-        return w1, self._cut(b1, 1, slice_of(gate.part, size)), w3, self._cut(b1, 1, slice_of(up.part, size)), "split"
+        cut = {name: slice_of(stack.part, size) for name, stack in (("1", gate), ("3", up))}
+        weights: dict[str, Node | None] = {f"w{name}": self._cut(whole, dim, piece) for name, piece in cut.items()}
+        if not is_one or body.gate_bias is None:
+            return weights | self._biases(body), "split"
+        both = self._rows("hexa_b1", [body.gate_bias])
+        return weights | {f"b{name}": self._cut(both, 1, piece) for name, piece in cut.items()}, "split"
 
     def _cut(self, node: Node, dim: int, piece: slice) -> Node:
         index = (*[slice(None)] * dim, piece)
