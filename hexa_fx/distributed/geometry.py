@@ -13,7 +13,6 @@ and the gathered (I, row) matrix is read in place, as weights (E, I, D) of strid
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,11 +83,12 @@ class Geometry:
 
     def dim(self, role: str) -> int:
         """The intermediate dimension of a role's tensor."""
-        if role[0] == "b":
-            return 1
-        if role == "w2":
-            return 2 if self.layout2 == "nk" else 1
-        return 1 if self.layout1 == "nk" else 2
+        return self._dims[role]
+
+    @functools.cached_property
+    def _dims(self) -> dict[str, int]:
+        first, second = 1 if self.layout1 == "nk" else 2, 2 if self.layout2 == "nk" else 1
+        return {role: 1 if role[0] == "b" else second if role == "w2" else first for role in ROLES}
 
     def chunks(self, role: str, lo: int, hi: int) -> tuple[Chunk, ...]:
         """Where channels ``lo .. hi`` lie in the whole tensor of a role, and where in the rank's slice."""
@@ -112,32 +112,25 @@ class Geometry:
 
     def views(self, rows: Tensor) -> Weights:
         """(channels, row) -> weights of a split or ungated expert, layout1 ``nk``, layout2 ``kn``. No copy."""
-        return tuple([self._view(rows, role) for role in ROLES])
-
-    def _view(self, rows: Tensor, role: str, halves: bool = False) -> Tensor | None:
-        """A role's entries of packed rows, (E, channels, D) or (E, channels); (E, 2, channels, ...) with up behind gate."""
-        begins, _ = self._places
-        if role not in begins:
-            return None
         channels, row = rows.shape
-        experts, *width = (self.shape.num_experts, self.shape.hidden_size)[: 2 if role[0] == "w" else 1]
-        step = math.prod(width)
-        two, apart = ([2], [experts * step]) if halves else ([], [])
-        sizes, strides = (experts, *two, channels, *width), (step, *apart, row, *[1 for _ in width])
-        return rows.as_strided(sizes, strides, rows.storage_offset() + begins[role])
+        experts, width, start = self.shape.num_experts, self.shape.hidden_size, rows.storage_offset()
+        matrix, bias = ((experts, channels, width), (width, row, 1)), ((experts, channels), (1, row))
+        begins, _ = self._places
+        found: list[Tensor | None] = []
+        for role in ROLES:  # every step does this for every layer, so it calls no function of ours
+            sizes, strides = matrix if role[0] == "w" else bias
+            found.append(rows.as_strided(sizes, strides, start + begins[role]) if role in begins else None)
+        return tuple(found)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, wanted: Sequence[bool] = (True,) * len(ROLES)) -> Weights:
         """(channels, row) -> contiguous local slices in the user's layout; None for roles that are not wanted."""
         channels = rows.shape[0]
         stored = self._stored_as(rows)
-        weights = tuple(
-            [
-                rows.new_empty(self._local_size(role, channels), dtype=dtype) if there is not None and want else None
-                for role, there, want in zip(ROLES, stored, wanted, strict=True)
-            ]
-        )
+        weights: list[Tensor | None] = []
+        for size, view, want in zip(self._local_sizes(channels), stored, wanted, strict=True):
+            weights.append(rows.new_empty(size, dtype=dtype) if want and view is not None else None)
         copies_between(self._in_halves(weights, channels), stored).run()
-        return weights
+        return tuple(weights)
 
     def view_grads(self, grads: Weights, dtype: torch.dtype) -> Tensor:
         """Gradients of `views` -> (I, row). Missing ones are zeros."""
@@ -160,32 +153,48 @@ class Geometry:
 
     def _stored_as(self, rows: Tensor) -> Weights:
         """Views of packed rows that a role's local slice is copied to: (E, channels, D), or (E, 2, channels, D) of halves."""
+        views = self.views(rows)
         if not self._joined:
-            return self.views(rows)
-        return tuple([None if role[1] == "3" else self._view(rows, role, halves=role[1] == "1") for role in ROLES])
+            return views
+        by_role = dict(zip(ROLES, views, strict=True))
+        for one, other in (("w1", "w3"), ("b1", "b3")):
+            by_role[one], by_role[other] = _together(by_role[one], by_role[other]), None
+        return tuple(by_role.values())
 
-    def _in_halves(self, weights: Weights, channels: int) -> Weights:
+    def _in_halves(self, weights: Sequence[Tensor | None], channels: int) -> Weights:
         """Local slices in the user's layout -> views shaped as `_stored_as`."""
-        return tuple([self._as_stored(role, each, channels) for role, each in zip(ROLES, weights, strict=True)])
+        found: list[Tensor | None] = []
+        for role, weight in zip(ROLES, weights, strict=True):
+            if weight is not None and self._dims[role] == 2:
+                weight = weight.transpose(1, 2)
+            found.append(self._halves(weight, channels) if self._joined and role[1] == "1" else weight)
+        return tuple(found)
 
-    def _as_stored(self, role: str, weight: Tensor | None, channels: int) -> Tensor | None:
-        if weight is None:
+    def _halves(self, joined: Tensor | None, channels: int) -> Tensor | None:
+        if joined is None:
             return None
-        turned = weight.transpose(1, 2) if self.dim(role) == 2 else weight
-        return self._halves(turned, channels) if self._joined and role[1] == "1" else turned
-
-    def _halves(self, joined: Tensor, channels: int) -> Tensor:
         experts, _, *width = joined.shape
         if self.glu == "concat":
             return joined.view(experts, 2, channels, *width)
         return joined.view(experts, channels, 2, *width).transpose(1, 2)
 
-    def _local_size(self, role: str, channels: int) -> tuple[int, ...]:
-        """Shape of a rank's slice."""
-        sizes = [self.shape.num_experts, 2 * channels if self._joined and role[1] == "1" else channels]
-        if role[0] == "w":
-            sizes.insert(3 - self.dim(role), self.shape.hidden_size)
-        return tuple(sizes)
+    def _local_sizes(self, channels: int) -> list[tuple[int, ...]]:
+        """Shapes of a rank's slices, by role."""
+        experts, width = self.shape.num_experts, self.shape.hidden_size
+        found: list[tuple[int, ...]] = []
+        for role in ROLES:
+            wide = 2 * channels if self._joined and role[1] == "1" else channels
+            matrix = (experts, wide, width) if self._dims[role] == 1 else (experts, width, wide)
+            found.append(matrix if role[0] == "w" else (experts, wide))
+        return found
+
+
+def _together(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
+    """Two views of the same rows as (E, 2, channels, ...)."""
+    if gate is None or up is None:
+        return None
+    apart = up.storage_offset() - gate.storage_offset()
+    return gate.as_strided((len(gate), 2, *gate.shape[1:]), (gate.stride(0), apart, *gate.stride()[1:]))
 
 
 def _some(tensors: Weights) -> Tensor:
