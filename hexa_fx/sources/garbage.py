@@ -10,19 +10,26 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from hexa_fx.contexts import set_to
 from hexa_fx.sources.packed_parameters import packed_parameters
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_aside: ContextVar[bool] = ContextVar("aside", default=False)
-"""Whether `collected_after` has set aside what was there before."""
+
+@dataclass
+class _Aside:
+    """Who has set aside what was there: an analysis that runs, or somebody else, asked until it is so, as Python counts all."""
+
+    ours: bool = False
+    others: bool = False
+
+
+_aside = _Aside()
 
 
 @contextmanager
@@ -34,12 +41,14 @@ def collected_after(model: nn.Module, earlier: bool = False) -> Iterator[None]:
     Args:
         earlier: whether to collect what was garbage before as well.
     """
-    aside = gc.isenabled() and not gc.get_freeze_count()
+    aside = gc.isenabled() and not (_aside.ours or _aside.others)
+    if aside:
+        _aside.others = gc.get_freeze_count() > 0
+        aside = _aside.ours = not _aside.others
     if aside:
         gc.freeze()
     try:
-        with set_to(_aside, aside or _aside.get()):
-            yield
+        yield
     finally:
         if aside and earlier:
             gc.unfreeze()
@@ -48,6 +57,7 @@ def collected_after(model: nn.Module, earlier: bool = False) -> Iterator[None]:
             gc.collect()
         if aside:
             gc.unfreeze()
+            _aside.ours = False
 
 
 def collecting(function: F) -> F:
@@ -63,6 +73,6 @@ def collecting(function: F) -> F:
 
 def collect_all() -> None:
     """Collects what an analysis has left so far, and what was garbage before it: memory is short."""
-    if _aside.get():
+    if _aside.ours:
         gc.unfreeze()
     gc.collect()

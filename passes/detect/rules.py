@@ -178,7 +178,12 @@ def given_inside(captured: CapturedBlock) -> Refuse | None:
 
 def is_cut_off(source: Node, rows: Iterable[Node]) -> bool:
     """Whether ``rows`` are taken from ``source`` without its gradient, all of them; not from another value with its numbers."""
-    return all(source in ancestors([node]) - ancestors([node], stop=_stops_gradient) for node in rows)
+    return all(source in _without_gradient(node) for node in rows)
+
+
+def _without_gradient(end: Node) -> set[Node]:
+    """What ``end`` is computed from, but no gradient gets to from it."""
+    return ancestors([end]) - ancestors([end], stop=_stops_gradient)
 
 
 def is_constant(end: Node) -> bool:
@@ -196,7 +201,8 @@ def _stops_gradient(node: Node) -> bool:
 
 def refuse_own_backward(end: Node, tags: Mapping[Node, Tag], outputs: Iterable[Node]) -> None:
     """Refuses experts with an `autograd.Function` that changes gradients alone, or without gradients in a block that has some."""
-    cut = next((node for node in outputs if _stops_gradient(node) or is_cut_off(node, [end])), None)
+    without = _without_gradient(end)
+    cut = next((node for node in outputs if _stops_gradient(node) or node in without), None)
     if cut is not None and not is_constant(end):
         raise Refuse(
             "experts run without gradients here (torch.no_grad, detach), in a block that has some otherwise; it is rewritten if "
