@@ -49,11 +49,12 @@ class Contents:
         # Not as pairs: of all that code reaches by name these are ten thousand and more, which the garbage collector walks.
         self._before = [(holder, *taken(holder.value)) for holder in holders]
         # Dicts all in one row, so that a look at whether one changed is no loop of Python's: those of hooks are nearly all empty.
-        dicts = [holder.value for holder, *_ in self._before if isinstance(holder.value, dict)]
+        # A kind of the user's own is not asked whether it is empty: to answer, one of transformers imports every model's code.
+        dicts = [holder.value for holder, *_ in self._before if type(holder.value) in _DICTS]
         self._empty, self._dicts = [held for held in dicts if not held], [*filter(None, dicts)]
         self._keys = [*map(tuple, self._dicts)]
         self._items = [*chain.from_iterable(map(dict.values, self._dicts))]
-        self._others = [each for each in self._before if not isinstance(each[0].value, dict)]
+        self._others = [each for each in self._before if type(each[0].value) not in _DICTS]
 
     def _changed(self) -> list[tuple[Holder, tuple[Any, ...], tuple[Any, ...]]]:
         now = chain.from_iterable(map(dict.values, self._dicts))
@@ -158,8 +159,8 @@ def taken(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def _by_name(holder: Any) -> Mapping[Any, Any] | None:
     """What `contents` lists of a plain or ordered dict, a class, or an object without slots."""
-    if type(holder) is dict or type(holder) is OrderedDict:
-        return holder
+    if type(holder) in _DICTS:
+        return holder  # type: ignore[no-any-return]
     if isinstance(holder, type):
         return vars(holder) if "__slotnames__" not in vars(holder) else None
     return None if is_collection(holder) or slots_of(holder) else getattr(holder, "__dict__", None)
@@ -238,6 +239,7 @@ def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
 
 
 _LISTS = (list, dict, set, deque)
+_DICTS = (dict, OrderedDict)
 _EMPTY = types.CellType()
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 

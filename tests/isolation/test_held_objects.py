@@ -425,3 +425,27 @@ def test_equal_contents_are_no_change(make: Callable[[], Any], use: Callable[[An
     before = Contents([Holder("held", held)])
     use(held)
     assert not before.changed()
+
+
+def _loads(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a method of the user's own kind of collection was called")
+
+
+_METHODS = "__bool__ __len__ __iter__ __contains__ __getitem__ __eq__ keys values items".split()
+LAZY = {
+    kind: type(f"Lazy{kind.__name__}", (kind,), dict.fromkeys(_METHODS, _loads) | {"__hash__": None})
+    for kind in (dict, OrderedDict, list)
+}
+"""Kinds that look for what they hold when asked, as transformers' tables of models by config, which import each model's code."""
+IN_GLOBALS = [kind() for kind in LAZY.values()]
+
+
+class HoldsLazy(Block):
+    tables: ClassVar = IN_GLOBALS
+
+
+def test_collections_of_the_user_s_own_kind_are_not_asked() -> None:
+    model = nn.Sequential(HoldsLazy(Config()))
+    optimized = hexa_fx.optimize(model, x())
+    assert operators_run(optimized, (x(),))
+    torch.testing.assert_close(optimized(x()), model(x()))
