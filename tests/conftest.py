@@ -19,31 +19,36 @@ _WHOLE = ("test_zoo.py", "test_families.py", "test_model_types.py")
 _LONG = tuple(
     f"tests/{place}"
     for place in """
-    api/test_fp8_compute.py::test_compiled api/test_api.py::test_dynamo
-    api/test_quantize_lists.py::test_a_block_that_shares api/test_quantize_lists.py::test_a_compiler api/test_scale.py
-    benchmarks/ codegen/test_decode.py codegen/test_fp8_rows.py::test_rows codegen/test_fragments_sm80.py
+    api/test_api.py::test_dynamo api/test_api.py::test_the_demonstration api/test_fp8_compute.py::test_compiled
+    api/test_misuse.py::test_a_warning_of_torch api/test_misuse.py::test_ctrl_c
+    api/test_quantize_lists.py::test_a_block_that_shares api/test_quantize_lists.py::test_a_compiler api/test_scale.py benchmarks/
+    codegen/test_decode.py codegen/test_fp8_rows.py::test_rows codegen/test_fragments_sm80.py codegen/test_packed.py::test_e4m3
     codegen/test_packed.py::test_products codegen/test_spec.py::test_the_programs_command_line_stays_its_own
     cuda/test_not_waiting.py::test_a_compiler_that_takes_its_time cuda/test_ops.py::test_importing_the_operators
-    detect/test_collected.py::test_compiled
-    detect/test_constants.py::test_plain_numbers_pass_no distributed/test_batch_dependence.py
-    distributed/test_checkpoint.py distributed/test_compile.py distributed/test_counted.py distributed/test_elastic.py
-    distributed/test_other_kinds.py::test_a_step_that
-    distributed/test_mesh.py::test_a_checkpoint formats/test_formats.py::test_mxfp4_as_trans
-    inspect/test_cli.py::test_a_plan_says inspect/test_watching.py::test_torch_logs
-    integrations/test_transformers.py::test_generate_and_compile integrations/test_linear4bit.py::test_a_compiler
-    integrations/test_linear_lora.py::test_a_compiler
+    detect/test_changing_numbers.py::test_a_branch_on_one detect/test_collected.py::test_compiled
+    detect/test_constants.py::test_plain_numbers_pass_no detect/test_decisions.py::test_as_many_are_gone
+    distributed/test_batch_dependence.py distributed/test_checkpoint.py distributed/test_compile.py distributed/test_counted.py
+    distributed/test_elastic.py distributed/test_fp8.py distributed/test_graphed.py distributed/test_mesh.py::test_a_checkpoint
+    distributed/test_other_kinds.py::test_a_step_that distributed/test_transformers.py
+    formats/test_formats.py::test_mxfp4_as_trans inspect/test_cli.py::test_a_plan_says inspect/test_page.py::test_blocks_that
+    inspect/test_watching.py::test_torch_logs integrations/test_dynamo.py::test_optimized_model_compiles
+    integrations/test_linear4bit.py::test_a_compiler integrations/test_linear_lora.py::test_a_compiler
+    integrations/test_linear_lora.py::test_a_forward_that_others
     integrations/test_linear_lora.py::test_a_token_has_the_same_bits_in_any_compiled
+    integrations/test_linear_lora.py::test_hooks_and_forwards integrations/test_linear_lora.py::test_scales_that
     integrations/test_linear_lora.py::test_what_a_compiler integrations/test_peft_experts.py::test_a_compiler
-    integrations/test_peft_experts.py::test_adapters_of_other integrations/test_qlora.py::test_a_batch
-    integrations/test_tiny_models.py::test_every_type jit/test_background.py jit/test_packs.py
-    ops/test_adding.py::test_a_functional_compiler ops/test_direct.py::test_second_derivatives
-    ops/test_experts.py::test_compiles ops/test_fixed_order.py::test_200_random
-    ops/test_moe_ffn_sources.py::test_opcheck passes/test_sizes.py::test_more_tokens
-    passes/test_kept_routers.py::test_schedules_under passes/test_memory.py::test_the_analysis_holds
-    passes/test_own_code.py::test_weights_that runtime/test_attribute_guards.py::test_a_compiler
-    runtime/test_install.py::test_fullgraph runtime/test_install.py::test_the_compiler_sees_no
-    passes/test_partly_kept.py::test_what_gets test_architecture.py::test_a_plan test_docs.py
-    test_families.py::test_the_command test_mutations.py test_packaging.py test_poor_examples.py test_whole_models.py
+    integrations/test_peft_experts.py::test_a_stack_of integrations/test_peft_experts.py::test_adapters_of_other
+    integrations/test_qlora.py::test_a_batch integrations/test_tiny_models.py::test_every_type
+    integrations/test_transformers.py::test_generate_and_compile isolation/test_held_objects.py::test_classes_are_left
+    jit/test_background.py jit/test_packs.py ops/test_adding.py::test_a_functional_compiler
+    ops/test_direct.py::test_second_derivatives ops/test_experts.py::test_compiles ops/test_fixed_order.py::test_200_random
+    ops/test_moe_ffn_sources.py::test_opcheck passes/test_kept_routers.py::test_schedules_under
+    passes/test_memory.py::test_the_analysis_holds passes/test_own_code.py::test_weights_that
+    passes/test_partly_kept.py::test_what_gets passes/test_sizes.py::test_more_tokens
+    runtime/test_attribute_guards.py::test_a_compiler runtime/test_checkpoints.py::test_a_second_run
+    runtime/test_install.py::test_fullgraph runtime/test_install.py::test_the_compiler_sees_no test_architecture.py::test_a_plan
+    test_docs.py test_families.py::test_the_command test_first_call.py::test_a_model_that_is_compiled
+    test_first_call.py::test_a_step_with_its test_mutations.py test_packaging.py test_poor_examples.py test_whole_models.py
     """.split()
 )
 """Tests that take seconds, several processes or a compiler. They are in README's second command."""

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_no_tensor_of_ours_is_on_the_default_device() -> None:
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in files
         if file.name != "demo.py"  # where the user's model is made, too
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if isinstance(node.func.value, ast.Name)
         and node.func.value.id == "torch"
@@ -135,9 +136,14 @@ def files(*folders: str) -> Iterator[Path]:
         yield from (path for path in sorted((ROOT / folder).rglob("*.py")) if "hexa_fx/passes/" not in str(path))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def nodes(*folders: str) -> Iterator[tuple[str, ast.AST]]:
     for path in files(*folders):
-        yield from ((str(path.relative_to(ROOT)), node) for node in ast.walk(ast.parse(path.read_text())))
+        yield from ((str(path.relative_to(ROOT)), node) for node in ast.walk(parsed(path)))
 
 
 def test_files_that_name_every_operand_of_a_layer_in_order() -> None:

@@ -17,8 +17,10 @@ from tests.zoo.families import FAMILIES
 
 def _marked(family: str, implementation: str) -> Any:
     """One way of transformers to run experts for every family, and all for some; the others share its code, and are slow."""
-    slow = implementation != "eager" and family not in ("mixtral", "deepseek_v3", "gpt_oss")
-    return pytest.param(family, implementation, marks=pytest.mark.slow if slow else ())
+    if implementation == "eager":
+        return pytest.param(family, implementation)
+    some = family in ("mixtral", "deepseek_v3", "gpt_oss")
+    return pytest.param(family, implementation, marks=pytest.mark.more if some else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("family", "implementation"), [_marked(*case) for case in family_table.cases()])
