@@ -124,16 +124,16 @@ def _step(label: str, key: Any) -> str:
 def contents(holder: Any) -> list[tuple[Any, Any]]:
     """Keys and values. A class's and an object's are attributes.
 
-    Methods of the user's own kind of dict or list are not called: they may compute what they give.
+    Methods of the user's own kinds of collections are not called: they may compute what they give.
     """
     if isinstance(holder, dict):
         return list(_plain_kind(holder).items(holder))
-    if isinstance(holder, list):
-        return list(enumerate(list.__iter__(holder)))
-    if isinstance(holder, (tuple, deque)):
-        return list(enumerate(holder))
+    if isinstance(holder, (list, tuple, deque)):
+        kind: Any = next(kind for kind in (list, tuple, deque) if isinstance(holder, kind))
+        return list(enumerate(kind.__iter__(holder)))
     if isinstance(holder, (set, frozenset)):
-        return [(id(item), item) for item in holder]
+        kind = set if isinstance(holder, set) else frozenset
+        return [(id(item), item) for item in kind.__iter__(holder)]
     if isinstance(holder, types.CellType):
         return [("cell_contents", holder.cell_contents)] if holder != _EMPTY else []
     if isinstance(holder, type):

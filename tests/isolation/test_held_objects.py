@@ -434,7 +434,7 @@ def _loads(*_: Any, **__: Any) -> Any:
 _METHODS = "__bool__ __len__ __iter__ __contains__ __getitem__ __eq__ keys values items".split()
 LAZY = {
     kind: type(f"Lazy{kind.__name__}", (kind,), dict.fromkeys(_METHODS, _loads) | {"__hash__": None})
-    for kind in (dict, OrderedDict, list)
+    for kind in (dict, OrderedDict, list, tuple, set)
 }
 """Kinds that look for what they hold when asked, as transformers' tables of models by config, which import each model's code."""
 IN_GLOBALS = [kind() for kind in LAZY.values()]
