@@ -430,11 +430,13 @@ class RegionEmitter(RoutingEmitter):
             return result
         if (leading := leading_sizes(self.match.output)) is not None:
             return self.graph.call_method("reshape", (result, *map(self._size, leading), value.shape[-1]))
-        if (like := self._same_leading(value)) is None:  # one group of all tokens, (1, T, D), or a row each, (T, 1, D)
+        source = record_of(self.match.source).value
+        if source.shape[:-1] == value.shape[:-1]:
+            like = self.outside[self.match.source]
+            sizes: list[Node | int] = [self.graph.call_method("size", (like, d)) for d in range(value.dim() - 1)]
+        else:  # one group of all tokens, (1, T, D), or a row each, (T, 1, D)
             rows = max(reversed(range(value.dim() - 1)), key=lambda dim: value.shape[dim])
-            ones = [-1 if dim == rows else 1 for dim in range(value.dim() - 1)]
-            return self.graph.call_method("reshape", (result, *ones, value.shape[-1]))
-        sizes = [self.graph.call_method("size", (like, d)) for d in range(value.dim() - 1)]
+            sizes = [-1 if dim == rows else 1 for dim in range(value.dim() - 1)]
         return self.graph.call_method("reshape", (result, *sizes, value.shape[-1]))
 
     def _size(self, size: Origin) -> Node | int:
@@ -443,15 +445,3 @@ class RegionEmitter(RoutingEmitter):
             known = (node for node in self.graph.find_nodes(op="call_method", target="size") if node.args == asked)
             return next(known, None) or self.graph.call_method("size", asked)
         return self.outside[size] if isinstance(size, Node) else size
-
-    def _same_leading(self, value: torch.Tensor) -> Node | None:
-        """A tensor of the block with the leading sizes of ``value``: the tokens, an input, or another, the latest first."""
-        inputs = [n for n in self.outside if n.op == "placeholder"]
-        others = [n for n in reversed(list(self.outside)) if n.op.startswith("call")]
-        for old in (self.match.source, *inputs, *others):
-            known = record_of(old).value
-            if not isinstance(known, torch.Tensor) or old not in self.outside:
-                continue
-            if known.dim() == value.dim() and known.shape[:-1] == value.shape[:-1]:
-                return self.outside[old]
-        return None
