@@ -17,6 +17,7 @@ from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.isolation.size import stored
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_SMALL = 1 << 16
 
 
 class ModuleSnapshot:
@@ -37,7 +38,8 @@ class ModuleSnapshot:
         buffers = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
         held = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
         self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]
-        self._stores = [(tensor, tensor.clone()) for tensor in held.values()]
+        self._stores = [(tensor, tensor.detach().clone()) for tensor in held.values()]
+        self._without_graph = [t for t, _ in (*self._values, *self._stores) if not t.requires_grad and t._base is None]
 
     def before(self, held: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a module's ``__dict__`` or registry held; nothing if the module was not in the tree."""
@@ -68,6 +70,9 @@ class ModuleSnapshot:
                 # was a plain attribute, such as None, which hides it now
                 for name in (registry.keys() & own.keys()) - self.before(registry).keys():
                     del registry[name]
+        for tensor in self._without_graph:
+            if tensor.requires_grad:  # a run wrote to it what depends on parameters
+                tensor.detach_()
         for buffer, value in self._values:
             fill(buffer, value)
         for tensor, value in self._stores:
@@ -105,10 +110,10 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _is_store(value: torch.Tensor) -> bool:
-    """Whether it is a tensor that code may keep counts in, though it is no buffer: no result, and no view of anything."""
+    """Whether it is a tensor that code may keep counts or losses in, though it is no buffer: no large part of another one."""
     if value.is_meta or value.layout is not torch.strided:
         return False
-    return value.is_leaf and not value.requires_grad and value._base is None and not _overlaps_itself(value)
+    return not _overlaps_itself(value) and (value._base is None or value.numel() <= _SMALL)
 
 
 def is_like(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -118,8 +123,8 @@ def is_like(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a tensor the numbers that it had."""
-    if is_like(tensor, value):
-        tensor.detach().copy_(value)
+    if is_like(tensor, value):  # a result that nobody wrote to may hold NaN, and its graph goes by its version
+        (tensor.detach() if tensor.grad_fn is None else tensor.data).copy_(value)
     else:  # resized, or cast through its data
         tensor.data = value.clone()
 
