@@ -71,7 +71,7 @@ def why_overlooked(
         return (block, UNCHOSEN, None) if routed else None
     if "expert" not in path.rpartition(".")[2].lower() or not (ran or routed):
         return None
-    return (block if routed else owner), UNCHOSEN if ran else NOT_REACHED, called.get(ran)
+    return (block if routed else owner), UNCHOSEN if ran else NOT_REACHED, called[ran] if ran else None
 
 
 def owners_of_shared(model: nn.Module, suspects: Iterable[str]) -> set[str]:

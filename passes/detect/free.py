@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import row_dropout
 from hexa_fx.capture.records import reached
-from hexa_fx.operations import operation
+from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.combine import find_combine
 from hexa_fx.passes.detect.graph import ancestors, descendants, draws, is_float
 from hexa_fx.passes.detect.match import Family, MoEMatch
@@ -133,6 +134,8 @@ class _FreeSearch:
         for node in descendants(end) & ancestors([combine.node]) - set(end):
             if node.target is row_dropout:  # between the end of the runs and where outputs are combined
                 raise Refuse(INSIDE, node)
+            if ops.checks_finite(node) or kind(node) == "nan_to_num":  # on the example, all is finite
+                raise Refuse(f"{operation(node)} is applied to what experts give, and would be lost", node)
         pairs, total = rows.pairs(combine.coefficients), self._experts()
         routed = self.family.routed(pairs, combine, tokens, instances, total)
         reader = StepReader(

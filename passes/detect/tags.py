@@ -259,7 +259,8 @@ def _tag_selection(node: Node, tags: Mapping[Node, Tag], counts: set[int]) -> Ta
     if tag.experts or is_mask or not isinstance(place, (int, slice, torch.Tensor)):
         return tag
     if isinstance(place, torch.Tensor) and place.numel() != 1:
-        return Tag(frozenset({ALL}), weight=True, bases=tag.bases)
+        numbers = record_of(base).value.dim() == 1  # one for each expert, which may be a router's
+        return tag if numbers else Tag(frozenset({ALL}), weight=True, bases=tag.bases)
     picked = _experts_at(base, place if isinstance(place, slice) else int(place), counts)
     if len(picked) != 1 or (isinstance(place, slice) and record_of(base).value.shape[0] == 1):
         return tag

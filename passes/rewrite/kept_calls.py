@@ -64,7 +64,9 @@ def keep(captured: CapturedBlock, roots: Iterable[Node], outputs: Sequence[Node]
     usable = [call for call in calls_without((*captured.functions, *captured.calls), outputs) if inside[call.number]]
     calls = _outermost(usable)
     while True:
-        by_result = {node: call for call in calls for node in nodes_in(call.output)}
+        # A state that a call only passes on is what it was given, and no result of it.
+        given = {call.number: nodes_in([call.args, call.kwargs]) for call in calls}
+        by_result = {n: call for call in calls for n in nodes_in(call.output) if n not in given[call.number]}
         stand_ins = _writes_of_calls(calls, inside, by_result)
         needed = _needed([*wanted, *_effects(captured, calls)], by_result, stand_ins, outputs)
         # Nodes inside a call, not its results, that are needed by name.

@@ -424,7 +424,7 @@ class RegionEmitter(RoutingEmitter):
     def _restore(self, result: Node, dtype: torch.dtype) -> Node:
         """(T, D), of ``dtype``, back to the shape and dtype the recorded output had."""
         value = record_of(self.match.output).value
-        if value.dtype != dtype:
+        if value.dtype != dtype or _is_any_autocast_enabled():  # which the operators give their result in
             result = self.graph.call_method("to", (result, value.dtype))
         if value.dim() == 2:
             return result

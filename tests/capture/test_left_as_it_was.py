@@ -56,6 +56,9 @@ CHANGES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "a buffer that is deleted": lambda m, load: m._buffers.pop("counts", None),
     "an attribute": lambda m, load: setattr(m, "held", load),
     "an attribute in place": lambda m, load: m.held.add_(load),
+    "an attribute in place, with a graph": lambda m, load: m.held.add_(m.router.weight.sum(1)),
+    "a buffer in place, with a graph": lambda m, load: m.counts.add_(m.router.weight.sum(1)),
+    "a result in place": lambda m, load: m.losses.add_(load),
     "an attribute of a layer of torch's in place": lambda m, load: m.router.load.add_(load),
     "a new attribute": lambda m, load: setattr(m, "load", load),
     "an attribute of a layer of torch's": lambda m, load: setattr(m.router, "calls", m.router.calls + 1),
@@ -93,7 +96,7 @@ def everything(block: nn.Module) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    return (id(value), value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
+    return (id(value), value.dtype, value.requires_grad, value.tolist()) if isinstance(value, torch.Tensor) else value
 
 
 def _marked(trial: str, number: int, change: str) -> Any:
@@ -105,6 +108,7 @@ def _marked(trial: str, number: int, change: str) -> Any:
 @pytest.mark.parametrize(("trial", "change"), [_marked(trial, *one) for trial in TRIALS for one in enumerate(CHANGES)])
 def test_what_a_run_changes_is_put_back(trial: str, change: str) -> None:
     block, x = Block(CHANGES[change]), torch.randn(7, D)
+    block.losses = torch.ones(E, requires_grad=True) * 2
     before = everything(block)
     TRIALS[trial](block, x)
     assert everything(block) == before

@@ -142,6 +142,11 @@ def test_it_is_named_with_its_reason(kind: type[nn.Module]) -> None:
     assert "no MoE block was found" not in str(report)
 
 
+def test_the_place_of_a_model_whose_experts_did_not_run_is_in_its_own_code() -> None:
+    (block,) = hexa_fx.explain(Unreached(), X).blocks
+    assert block.location is None or block.location.file == __file__
+
+
 @pytest.mark.parametrize("kind", [ByPlace, Masked])
 def test_the_place_is_the_line_that_calls_an_expert(kind: type[nn.Module]) -> None:
     (block,) = hexa_fx.explain(Around(kind()), X).blocks

@@ -208,6 +208,30 @@ class OnlyUpBiased(UpBeforeGate):
         return gate
 
 
+class PassesOn(nn.Module):
+    """Its router gives the state that it was given on beside its choice, and takes from every weight what its expert had lately, as
+    GramSpec-MoE does where its router has no recurrent layer; the weights are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.start, self.experts = StatefulGate(), nn.Linear(D, E), experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, D)
+        self.weights, ids, state = self.gate(rows, self.start(x.mean(1)).sum(0))
+        return looped(rows, self.weights, ids, self.experts).view_as(x) + state.sum()
+
+
+class StatefulGate(TopKGate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.rand(E))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> Any:
+        weights, ids = super().forward(x)
+        return weights - 0.1 * (self.load / self.load.sum())[ids], ids, state
+
+
 class Hashed(nn.Module):
     """Experts by the ids of tokens, which the module embeds itself, from a table in a buffer."""
 
@@ -224,7 +248,7 @@ class Hashed(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledRows, ListedAhead, ScaledNorm, UpBeforeGate],
+    [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledRows, ListedAhead, ScaledNorm, UpBeforeGate, PassesOn],
     ids=lambda kind: kind.__name__,
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
