@@ -110,10 +110,11 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _is_store(value: torch.Tensor) -> bool:
-    """Whether it is a tensor that code may keep counts or losses in, though it is no buffer: no large part of another one."""
+    """Whether it is a tensor that code may keep counts or losses in, though it is no buffer: no large result, weight or view."""
     if value.is_meta or value.layout is not torch.strided:
         return False
-    return not _overlaps_itself(value) and (value._base is None or value.numel() <= _SMALL)
+    counts = value.is_leaf and not value.requires_grad and value._base is None
+    return not _overlaps_itself(value) and (counts or value.numel() <= _SMALL)
 
 
 def is_like(tensor: torch.Tensor, value: torch.Tensor) -> bool:
