@@ -17,7 +17,7 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.records import reached
 from hexa_fx.ir import FfnSpec
 from hexa_fx.operations import kind, operation
-from hexa_fx.ops.table_layers import PARAMETERS
+from hexa_fx.ops.table_layers import PARAMETERS, static_of
 from hexa_fx.passes.canonicalize.size_origins import Dim, Origin, leading_sizes
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import is_check_of_numbers
@@ -275,19 +275,15 @@ class RegionEmitter(RoutingEmitter):
     def _canonical(self, body: ExpertBody, tokens: Node, index: Node, factor: Node | None) -> Node:
         (given, glu), up = self.weights.emit(body), None if body.up is None else body.up.base
         bases = (body.gate.base, body.gate_bias, up, body.up_bias, body.down.base, body.down_bias)
-        weights = tuple(
-            node
-            if (node := given.get(name)) is None or base is None
-            else self._cast(node, self.weights.first_of(base).dtype)
-            for name, base in zip(PARAMETERS, bases, strict=True)
-        )
+        dtypes = (None if base is None else self.weights.first_of(base).dtype for base in bases)
+        weights = [
+            node if (node := given.get(name)) is None or dtype is None else self._cast(node, dtype)
+            for name, dtype in zip(PARAMETERS, dtypes, strict=True)
+        ]
         static = (glu, body.gate.layout, body.down.layout, body.params, self.recompute_h)
         spec = FfnSpec(body.activation, *static)
-        result = self.graph.call_function(
-            torch.ops.hexa.moe_ffn.default,
-            (tokens, index, factor, *weights)
-            + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
-        )
+        operands = (tokens, index, factor, *weights, *static_of(spec))
+        result = self.graph.call_function(torch.ops.hexa.moe_ffn.default, operands)
         result.meta["hexa"] = spec
         result.meta["top_k"] = 1 if self.match.routing.before else self._slots
         return result
