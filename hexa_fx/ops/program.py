@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from hexa_fx import registry
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.records import DENSE
-from hexa_fx.ops.table_layers import READ_WITH_X, SOURCES_OPERANDS
+from hexa_fx.ops.table_layers import READ_WITH_X, SOURCES_OPERANDS, Static
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def programs(
         added: for each of them after the first, whether its gradient is added to a buffer. Empty for none.
         fused_backward: see `FfnRequest`.
     """
-    activation, glu, params, layout1, layout2, recompute_h, *sources = static
-    spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h)
+    of_spec = dict(zip(Static._fields, static))
+    spec, sources = FfnSpec(**of_spec), static[len(of_spec) :]
     present, grads = (frozenset(compress(SOURCES_OPERANDS, flags)) for flags in (given, needs or ()))
     buffered = frozenset(compress(SOURCES_OPERANDS[1:], added))
     asked = grads & present, needs is not None, buffered & grads & present, fused_backward
