@@ -31,6 +31,10 @@ from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.purity import is_users, module_name
 
 _DEEPEST = 6
+_MANY = 1 << 14
+"""Items of a global list, dict or set that is still put back. What holds more is data, and may take seconds."""
+_INSIDE_ONE = 1 << 10
+"""Objects that are looked at inside one global name."""
 
 
 class Holder(NamedTuple):
@@ -238,7 +242,7 @@ def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
             setattr(cls, name, value)
 
 
-_LISTS = (list, dict, set, deque)
+_LISTS: Any = (list, dict, set, deque)
 _DICTS = (dict, OrderedDict)
 _EMPTY = types.CellType()
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -326,8 +330,15 @@ def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
             kind = value if isinstance(value, type) else type(value)
             if name.startswith("__") or id(value) in seen or not (kind is value or is_object(value)):
                 continue
+            if isinstance(value, _LISTS) and _length(value) > _MANY:
+                continue  # data, as notebooks hold it
             if isinstance(value, _LISTS) or is_users(kind.__module__):
-                yield from _inside(name, value, seen, _may_keep_results, 1 << 17)
+                yield from _inside(name, value, seen, _may_keep_results, len(seen) + _INSIDE_ONE)
+
+
+def _length(holder: Any) -> int:
+    """Without the user's own ``__len__``."""
+    return int(next(kind.__len__(holder) for kind in _LISTS if isinstance(holder, kind)))
 
 
 def _may_keep_results(value: Any) -> bool:
