@@ -16,7 +16,7 @@ from hexa_fx.capture.overlooked import INTEGERS, packed_experts
 from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.module_tree import inside, is_unit_of_fsdp, modules_of, named_modules, named_tensors
-from hexa_fx.isolation.purity import ATTRIBUTE, COLLECTIVE, DATA, HOOK, RANDOM
+from hexa_fx.isolation.purity import ATTRIBUTE, COLLECTIVE, DATA, HOOK, NUMBER, RANDOM
 from hexa_fx.isolation.read_values import Unreadable, values_of
 from hexa_fx.isolation.torch_state import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
@@ -161,6 +161,10 @@ _COLLECTIVE = (
     "the code exchanges tensors with other processes ({}), which no graph shows; in the router's module, or in an "
     "autograd.Function, it can stay"
 )
+_NUMBER = (
+    "the code sets {} to a number of its run, such as a size, which the rewritten block would not; set on its module "
+    "(self.seen = x.shape[0]) it is kept"
+)
 _WEIGHT = (
     "the code writes to a parameter of its experts ({}), so that no two of its runs start from the same weights; other parameters "
     "that it writes to are followed, and buffers"
@@ -176,6 +180,7 @@ _SAID = {
     DATA: _DATA,
     ATTRIBUTE: _ATTRIBUTE,
     COLLECTIVE: _COLLECTIVE,
+    NUMBER: _NUMBER,
 }
 """By the kind of what leaves no trace."""
 

@@ -27,9 +27,10 @@ from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup
+from hexa_fx.isolation.contents import is_result
+from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, asking_frame, is_users, logs, module_name
+from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, NUMBER, asking_frame, is_users, logs, module_name
 from hexa_fx.isolation.read_values import (
     IsA,
     Keys,
@@ -56,6 +57,7 @@ _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
 """What every call of a module asks torch's dicts of hooks, eight times, and what is never noted."""
 _NEVER = (torch.Tensor, torch.autograd.Function, type, BaseException)
 """Whose classes torch and Python look into by themselves."""
+_NAMED = (type, types.ModuleType, types.FunctionType)
 _IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
 """Members of classes that run."""
 
@@ -112,6 +114,7 @@ class PythonReads:
                         type.__delattr__(cls, name)
                     else:
                         type.__setattr__(cls, name, own)
+            self._take_back()
         self._anchor()
 
     def values(self) -> tuple[PythonRead, ...]:
@@ -121,6 +124,22 @@ class PythonReads:
             for scope, (name, kind, location) in self.ran.hidden.items()
         )
         return (*self.edges.values(), *hidden)
+
+    def _take_back(self) -> None:
+        """Puts back what the run set by global names to numbers of its own, such as sizes, and notes that no graph shows it."""
+        for edge in self.edges:
+            holder: Any = edge.holder
+            if not (isinstance(holder, _NAMED) or (type(holder) is dict and "__name__" in holder)):
+                continue
+            held = holder if type(holder) is dict else vars(holder)
+            if edge.own or not is_result(held.get(edge.key), SYMBOLIC):
+                continue
+            self.ran.hidden.update(dict.fromkeys(edge.scopes, (str(edge.key), NUMBER, edge.location)))
+            remove: Any = dict.__delitem__ if held is holder else delattr
+            remove(holder, edge.key)
+            put: Any = dict.__setitem__ if held is holder else setattr
+            if edge.value is not MISSING:
+                put(holder, edge.key, edge.value)
 
     # -- noting ---------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ _SMALL = 1 << 16
 class ModuleSnapshot:
     """Attributes, buffers and hooks of all modules of a tree, as they are now.
 
-    Values are saved of buffers, and of attributes that are tensors like them; not of parameters.
+    Values are saved of buffers, and of attributes that are tensors like them, small arrays or generators; not of parameters.
     Parameters, buffers and modules that a run registers under a new name stay: a first call registers them in any
     case, and a block is analysed as it is from then on.
     """
@@ -39,6 +40,9 @@ class ModuleSnapshot:
         held = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
         self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]
         self._stores = [(tensor, tensor.detach().clone()) for tensor in held.values()]
+        arrays = sys.modules["numpy"].ndarray if "numpy" in sys.modules else ()
+        self._arrays = [(v, v.copy()) for v in self.values() if isinstance(v, arrays) and v.size <= _SMALL]
+        self._generators = [(v, v.get_state()) for v in self.values() if isinstance(v, torch.Generator)]
         self._without_graph = [t for t, _ in (*self._values, *self._stores) if not t.requires_grad and t._base is None]
 
     def before(self, held: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -70,6 +74,11 @@ class ModuleSnapshot:
                 # was a plain attribute, such as None, which hides it now
                 for name in (registry.keys() & own.keys()) - self.before(registry).keys():
                     del registry[name]
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for array, value in self._arrays:
+            if array.shape == value.shape and array.flags.writeable:
+                array[...] = value
         for tensor in self._without_graph:
             if tensor.requires_grad:  # a run wrote to it what depends on parameters
                 tensor.detach_()

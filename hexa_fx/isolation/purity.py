@@ -66,7 +66,7 @@ CLOCK, SYSTEM, RANDOM = "clock", "part of the system", "stream of random numbers
 LOOK_UP = "look-up of names"
 HOOK, DATA, ATTRIBUTE = "hook", "memory of a tensor", "attribute of a tensor"
 """What code does to tensors that no graph shows."""
-COLLECTIVE = "collective"
+COLLECTIVE, NUMBER = "collective", "number of the run"
 _KINDS = {
     CLOCK: "time",
     SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "

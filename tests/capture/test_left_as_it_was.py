@@ -59,6 +59,8 @@ CHANGES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "an attribute in place, with a graph": lambda m, load: m.held.add_(m.router.weight.sum(1)),
     "a buffer in place, with a graph": lambda m, load: m.counts.add_(m.router.weight.sum(1)),
     "a result in place": lambda m, load: m.losses.add_(load),
+    "an array": lambda m, load: np.add(m.array, 1.0, out=m.array),
+    "draws of its own generator": lambda m, load: torch.rand(1, generator=m.draws),
     "an attribute of a layer of torch's in place": lambda m, load: m.router.load.add_(load),
     "a new attribute": lambda m, load: setattr(m, "load", load),
     "an attribute of a layer of torch's": lambda m, load: setattr(m.router, "calls", m.router.calls + 1),
@@ -96,6 +98,8 @@ def everything(block: nn.Module) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, torch.Generator)):
+        return id(value), (value if isinstance(value, np.ndarray) else value.get_state()).tolist()
     return (id(value), value.dtype, value.requires_grad, value.tolist()) if isinstance(value, torch.Tensor) else value
 
 
@@ -109,6 +113,7 @@ def _marked(trial: str, number: int, change: str) -> Any:
 def test_what_a_run_changes_is_put_back(trial: str, change: str) -> None:
     block, x = Block(CHANGES[change]), torch.randn(7, D)
     block.losses = torch.ones(E, requires_grad=True) * 2
+    block.array, block.draws = np.zeros(E), torch.Generator()
     before = everything(block)
     TRIALS[trial](block, x)
     assert everything(block) == before

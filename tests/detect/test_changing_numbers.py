@@ -361,3 +361,48 @@ def test_another_value_is_noticed() -> None:
             change(each)
         assert compare(model, opt, (tokens(),)).within(1e-12)
         assert operators_run(opt, (tokens(),))
+
+
+SEEN = 0
+
+
+class Counters:
+    rows = 0
+
+
+def count(rows: int) -> None:
+    global SEEN
+    SEEN += rows
+
+
+def seen_in_globals(m: Any, x: torch.Tensor) -> torch.Tensor:
+    count(x.shape[0])
+    return routed(m, x, F.softmax(m.router(x), -1))
+
+
+def last_in_globals(m: Any, x: torch.Tensor) -> torch.Tensor:
+    global LAST
+    LAST = [x.shape[0]]
+    return routed(m, x, F.softmax(m.router(x), -1))
+
+
+def counted_in_a_class(m: Any, x: torch.Tensor) -> torch.Tensor:
+    Counters.rows += x.shape[0]
+    return routed(m, x, F.softmax(m.router(x), -1))
+
+
+@pytest.mark.parametrize(
+    ("use", "name"), [(seen_in_globals, "SEEN"), (last_in_globals, "LAST"), (counted_in_a_class, "rows")]
+)
+def test_sizes_that_are_set_by_global_names(use: Callable[[Any, torch.Tensor], torch.Tensor], name: str) -> None:
+    """The rewritten block would not set them, and what a recording had set remained."""
+    optimized = hexa_fx.optimize(Scheduled(use), torch.randn(20, D))
+    (block,) = optimized.report.blocks
+    assert block.reason.startswith(f"the code sets {name} to a number of its run")
+    before, rows = (SEEN, Counters.rows), 7
+    optimized(torch.randn(rows, D))
+    added = {SEEN - before[0], Counters.rows - before[1]}
+    assert {type(SEEN), type(Counters.rows)} == {int}
+    assert added <= {0, rows}
+    if use is last_in_globals:
+        assert globals().pop("LAST") == [rows]
