@@ -27,6 +27,8 @@ from hexa_fx.capture.records import memory_of
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import first_line
 from hexa_fx.ir import Refusal
+from hexa_fx.isolation.contents import held_by_modules
+from hexa_fx.isolation.lookup import is_data
 from hexa_fx.isolation.module_tree import modules_of, named_tensors
 from hexa_fx.isolation.size import (
     FEW_TOKENS,
@@ -178,6 +180,7 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int) -> nn.Module:
             dtype = torch.float64 if value.is_floating_point() else value.dtype
             memo[id(value)] = value.detach().to(dtype, copy=True)
             _keep_settings(value, memo[id(value)])
+    memo |= {id(held.value): held.value for held in held_by_modules(block) if is_data(held.value)}
     return deepcopied(block, memo)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import NoneType
@@ -162,7 +162,7 @@ _KINDS = (list, deque, dict)
 """Of containers that results are put into; subclasses may do something else when something is added."""
 _PLAIN_KEYS = (str, int, bool, type(None))
 _MOST = 4096
-Taken: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
+Taken: TypeAlias = tuple[Sequence[Any], tuple[Any, ...]]
 """Keys and values."""
 
 
@@ -312,7 +312,7 @@ def _put(place: ContainerItem, value: Any, scope: str, recorder: Recorder) -> St
     return StoredValue(place, found, by, problem=problem if found is UNKNOWN else "")
 
 
-def _added(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
+def _added(holder: Any, keys: Sequence[Any], values: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
     """Keys and values that are only added: at the end of a list, or under a key. None if something else was done."""
     if type(holder) is dict:
         old = dict(zip(keys, values))

@@ -26,7 +26,7 @@ from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.contents import Contents, Holder
-from hexa_fx.isolation.lookup import is_object, number_at, put_number, tensors_in
+from hexa_fx.isolation.lookup import is_data, is_object, number_at, put_number, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import inside, kept_tensors, tensors_by_name
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number
@@ -172,7 +172,10 @@ def _capture(
         of_objects = [*reads.objects.stored(reads.edges, reads.settings, recorder)]
         # what was put into lists and dicts first: an attribute may be the list itself
         stored = (*reads.objects.added(reads.edges, reads.ran, recorder), *of_modules, *of_objects)
-        kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *(id(edge.value) for edge in reads.edges)}
+        kept_before = {
+            *map(id, tree_leaves(list(snapshot.values()), is_leaf=is_data)),
+            *(id(edge.value) for edge in reads.edges),
+        }
         changed = [*reads.objects.changed(reads.edges)]
         changed += [ChangedInPlace(holder.label, frozenset({""})) for holder in given.changed()]
     given_to = {*reads.edges.handed(reads.settings.scopes, tensors=True), *reads.settings.again}

@@ -24,6 +24,7 @@ from hexa_fx.isolation.lookup import (
     attributes,
     filling,
     is_collection,
+    is_data,
     is_object,
     slots_of,
 )
@@ -31,8 +32,6 @@ from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.purity import is_users, module_name
 
 _DEEPEST = 6
-_MANY = 1 << 14
-"""Items of a global list, dict or set that is still put back. What holds more is data, and may take seconds."""
 _INSIDE_ONE = 1 << 10
 """Objects that are looked at inside one global name."""
 
@@ -60,7 +59,7 @@ class Contents:
         self._items = [*chain.from_iterable(map(dict.values, self._dicts))]
         self._others = [each for each in self._before if type(each[0].value) not in _DICTS]
 
-    def _changed(self) -> list[tuple[Holder, tuple[Any, ...], tuple[Any, ...]]]:
+    def _changed(self) -> list[tuple[Holder, Sequence[Any], tuple[Any, ...]]]:
         now = chain.from_iterable(map(dict.values, self._dicts))
         as_before = not any(self._empty) and [*map(tuple, self._dicts)] == self._keys
         looked_at = self._others if as_before and all(map(operator.is_, now, self._items)) else self._before
@@ -71,8 +70,8 @@ class Contents:
         return [holder for holder, *_ in self._changed()]
 
     def items(self) -> Iterator[Any]:
-        """What the holders contained then."""
-        return chain.from_iterable(values for _, _, values in self._before)
+        """What the holders contained then, but for data."""
+        return chain.from_iterable(values for holder, _, values in self._before if not is_data(holder.value))
 
     def restore(self, wanted: Callable[[list[Any]], bool] = lambda new: True) -> list[Holder]:
         """Puts back what is not as it was, if what is new in it is to go. Returns what was not."""
@@ -117,7 +116,7 @@ def _inside(
         seen.add(id(holder))
         if not isinstance(holder, (tuple, frozenset)):
             yield Holder(label, holder)
-        if depth < _DEEPEST:
+        if depth < _DEEPEST and not is_data(holder):
             left.extend((depth + 1, _step(label, key), item) for key, item in contents(holder) if enters(item))
 
 
@@ -152,11 +151,13 @@ def _plain_kind(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
     return OrderedDict if isinstance(holder, OrderedDict) else dict
 
 
-def taken(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def taken(holder: Any) -> tuple[Sequence[Any], tuple[Any, ...]]:
     """Its keys and its values."""
     named = _by_name(holder)
     if named is not None:
         return tuple(named), tuple(named.values())
+    if type(holder) is list:
+        return range(len(holder)), tuple(holder)
     found = contents(holder)
     return tuple(key for key, _ in found), tuple(value for _, value in found)
 
@@ -170,13 +171,15 @@ def _by_name(holder: Any) -> Mapping[Any, Any] | None:
     return None if is_collection(holder) or slots_of(holder) else getattr(holder, "__dict__", None)
 
 
-def same(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+def same(holder: Any, keys: Sequence[Any], values: tuple[Any, ...]) -> bool:
     """Whether it contains what it did, under the same keys. A number or text may be another equal object."""
     named = _by_name(holder)
     if named is not None and len(named) == len(keys):
         in_place = all(map(operator.is_, named, keys))
         if in_place and all(map(operator.is_, named.values(), values)):  # nearly always; a loop in Python takes long
             return True
+    if type(holder) is list and len(holder) == len(values) and all(map(operator.is_, holder, values)):
+        return True
     now = contents(holder)
     if len(values) != len(now) or not all(is_as(a, b) for a, (_, b) in zip(values, now)):
         return False
@@ -242,7 +245,7 @@ def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
             setattr(cls, name, value)
 
 
-_LISTS: Any = (list, dict, set, deque)
+_LISTS = (list, dict, set, deque)
 _DICTS = (dict, OrderedDict)
 _EMPTY = types.CellType()
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -330,15 +333,8 @@ def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
             kind = value if isinstance(value, type) else type(value)
             if name.startswith("__") or id(value) in seen or not (kind is value or is_object(value)):
                 continue
-            if isinstance(value, _LISTS) and _length(value) > _MANY:
-                continue  # data, as notebooks hold it
-            if isinstance(value, _LISTS) or is_users(kind.__module__):
+            if not is_data(value) and (isinstance(value, _LISTS) or is_users(kind.__module__)):
                 yield from _inside(name, value, seen, _may_keep_results, len(seen) + _INSIDE_ONE)
-
-
-def _length(holder: Any) -> int:
-    """Without the user's own ``__len__``."""
-    return int(next(kind.__len__(holder) for kind in _LISTS if isinstance(holder, kind)))
 
 
 def _may_keep_results(value: Any) -> bool:
@@ -349,7 +345,7 @@ def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Hol
     """What modules hold that the tree knows but does not own, such as a model in a list that hides it from torch."""
     seen = set(map(id, modules_of(root)))
     for holder in held:
-        for key, other in contents(holder.value):
+        for key, other in () if is_data(holder.value) else contents(holder.value):
             if isinstance(other, nn.Module) and id(other) not in seen:
                 seen.add(id(other))
                 yield Holder(f"{holder.label}.{key}", vars(other))

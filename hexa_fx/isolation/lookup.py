@@ -42,6 +42,7 @@ MODULE_STATE = frozenset(nn.Module().__dict__)
 
 _DEEPEST = 4
 _LONGEST = 1024
+_MANY = 1 << 14
 _CLOSED = (torch.Tensor, nn.Module, types.ModuleType, types.MethodType, *PLAIN)
 _OF_OTHER_USE = frozenset({"torch", "logging", "threading", "_thread", "hexa_fx"})
 
@@ -56,6 +57,15 @@ def is_object(value: Any) -> bool:
 def is_collection(value: Any) -> bool:
     """Whether ``value`` has items with keys instead of attributes."""
     return isinstance(value, (dict, list, tuple, deque, set, frozenset))
+
+
+def is_data(value: Any) -> bool:
+    """Whether it is a list, dict or set of so many items that they are no state of a model: a vocabulary, a notebook's texts.
+
+    Its items are not looked at one by one, which would take seconds. That it is another one, or has other items, is noticed.
+    """
+    kind: Any = next((kind for kind in (list, dict, set) if isinstance(value, kind)), None)
+    return kind is not None and kind.__len__(value) > _MANY  # not the user's own ``__len__``
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_as
-from hexa_fx.isolation.lookup import MISSING, REGISTRIES
+from hexa_fx.isolation.lookup import MISSING, REGISTRIES, is_data
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.isolation.size import stored
 
@@ -237,9 +237,10 @@ def _plain_contents(label: str, holder: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _leaves(label: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """The tensors, numbers and texts in a value, and how it is made of them."""
+    """The tensors, numbers and texts in a value, and how it is made of them; of data, how much there is."""
     if type(value) in (list, tuple, dict, torch.Size):
-        yield from _plain_contents(label, value)
+        counted = ((label, f"{len(value)} in a {type(value).__name__}"),)
+        yield from counted if is_data(value) else _plain_contents(label, value)
     elif isinstance(value, _PLAIN):
         yield label, value
     elif value is None:

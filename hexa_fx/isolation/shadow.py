@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.isolation.lookup import getattr_plain, is_collection, is_object, step
+from hexa_fx.isolation.lookup import getattr_plain, is_collection, is_data, is_object, step
 from hexa_fx.isolation.module_tree import named_modules, referenced
 
 _OWN_DICTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
@@ -185,6 +185,8 @@ def rebound(value: Any, shadows: dict[int, Any]) -> Any:
     ``shadows``, by id."""
     if isinstance(value, nn.Module):
         return shadows.get(id(value), value)
+    if is_data(value):
+        return value
     if type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
         return type(value)(rebound(item, shadows) for item in value)
     if type(value) is dict and any(isinstance(item, nn.Module) for item in value.values()):

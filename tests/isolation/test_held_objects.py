@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
+from hexa_fx.isolation import module_state
 from hexa_fx.isolation.contents import Contents, Holder
 from tests.zoo.compare import operators_run
 
@@ -449,3 +450,46 @@ def test_collections_of_the_user_s_own_kind_are_not_asked() -> None:
     optimized = hexa_fx.optimize(model, x())
     assert operators_run(optimized, (x(),))
     torch.testing.assert_close(optimized(x()), model(x()))
+
+
+MANY = 1 << 15
+
+
+class HoldsVocabulary(Block):
+    """And counts its calls in there, if it is told to."""
+
+    def __init__(self, config: Config, counts: bool) -> None:
+        super().__init__(config)
+        self.counts, self.words, self.ids = counts, [str(i) for i in range(MANY)], {str(i): i for i in range(MANY)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.ids["calls"] = self.ids.get("calls", 0) + 1
+        return super().forward(x) * len(self.words) / MANY
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_vocabularies_are_shared_and_left_as_they_are(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(HoldsVocabulary(Config(), counts))
+    seen: list[int] = []
+    leaves = module_state._leaves
+    monkeypatch.setattr(module_state, "_leaves", lambda label, value: (seen.append(1), leaves(label, value))[1])
+    expected = model(x())
+    optimized = hexa_fx.optimize(model, x())
+    assert counts or len(seen) < MANY
+    for calls in (1, 2, 3):
+        torch.testing.assert_close(optimized(x()), expected)
+        assert optimized[0].ids.get("calls", 1) == 1 + calls * counts
+    assert (model[0].ids.get("calls", 1), len(model[0].words)) == (1, MANY)
+    assert counts or operators_run(optimized, (x(),))
+
+
+@pytest.mark.parametrize("make", [lambda: [*range(MANY)], lambda: {i: i for i in range(MANY)}, lambda: {*range(MANY)}])
+def test_a_change_of_data_is_noticed_and_undone(make: Callable[[], Any]) -> None:
+    held = make()
+    before = Contents([Holder("held", held)])
+    held.popitem() if isinstance(held, dict) else held.pop()
+    assert [holder.value for holder in before.changed()] == [held]
+    before.restore()
+    assert held == make()
+    assert not before.changed()
