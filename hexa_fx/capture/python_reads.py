@@ -136,9 +136,10 @@ class PythonReads:
                 continue
             self.ran.hidden.update(dict.fromkeys(edge.scopes, (str(edge.key), NUMBER, edge.location)))
             remove: Any = dict.__delitem__ if held is holder else delattr
-            remove(holder, edge.key)
             put: Any = dict.__setitem__ if held is holder else setattr
-            if edge.value is not MISSING:
+            if edge.value is MISSING:
+                remove(holder, edge.key)
+            else:
                 put(holder, edge.key, edge.value)
 
     # -- noting ---------------------------------------------------------------------------------------------------------

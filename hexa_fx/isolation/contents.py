@@ -26,6 +26,7 @@ from hexa_fx.isolation.lookup import (
     is_collection,
     is_data,
     is_object,
+    plain_kind,
     slots_of,
 )
 from hexa_fx.isolation.module_tree import modules_of, named_modules
@@ -125,18 +126,13 @@ def _step(label: str, key: Any) -> str:
 
 
 def contents(holder: Any) -> list[tuple[Any, Any]]:
-    """Keys and values. A class's and an object's are attributes.
-
-    Methods of the user's own kinds of collections are not called: they may compute what they give.
-    """
+    """Keys and values. A class's and an object's are attributes."""
     if isinstance(holder, dict):
-        return list(_plain_kind(holder).items(holder))
+        return list(plain_kind(holder).items(holder))
     if isinstance(holder, (list, tuple, deque)):
-        kind: Any = next(kind for kind in (list, tuple, deque) if isinstance(holder, kind))
-        return list(enumerate(kind.__iter__(holder)))
+        return list(enumerate(plain_kind(holder).__iter__(holder)))
     if isinstance(holder, (set, frozenset)):
-        kind = set if isinstance(holder, set) else frozenset
-        return [(id(item), item) for item in kind.__iter__(holder)]
+        return [(id(item), item) for item in plain_kind(holder).__iter__(holder)]
     if isinstance(holder, types.CellType):
         return [("cell_contents", holder.cell_contents)] if holder != _EMPTY else []
     if isinstance(holder, type):
@@ -144,11 +140,6 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
         # which copy.copy notes for itself
         return [item for item in found if item[0] != "__slotnames__"] if "__slotnames__" in vars(holder) else found
     return list(attributes(holder).items())
-
-
-def _plain_kind(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """An OrderedDict keeps its order beside the dict that it is, so that methods of the latter break it."""
-    return OrderedDict if isinstance(holder, OrderedDict) else dict
 
 
 def taken(holder: Any) -> tuple[Sequence[Any], tuple[Any, ...]]:
@@ -216,7 +207,7 @@ def put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
 
 
 def _put_items_back(content: dict[Any, Any], before: dict[Any, Any]) -> None:
-    kind = _plain_kind(content)
+    kind = plain_kind(content)
     for key in [key for key in dict.keys(content) if key not in before]:
         kind.__delitem__(content, key)
     in_order = dict.__len__(content) == len(before) and all(map(operator.is_, kind.__iter__(content), before))

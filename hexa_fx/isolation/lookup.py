@@ -15,7 +15,7 @@ import itertools
 import sys
 import threading
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ MODULE_STATE = frozenset(nn.Module().__dict__)
 _DEEPEST = 4
 _LONGEST = 1024
 _MANY = 1 << 14
+_COLLECTIONS = (OrderedDict, dict, list, tuple, deque, set, frozenset)
 _CLOSED = (torch.Tensor, nn.Module, types.ModuleType, types.MethodType, *PLAIN)
 _OF_OTHER_USE = frozenset({"torch", "logging", "threading", "_thread", "hexa_fx"})
 
@@ -56,7 +57,15 @@ def is_object(value: Any) -> bool:
 
 def is_collection(value: Any) -> bool:
     """Whether ``value`` has items with keys instead of attributes."""
-    return isinstance(value, (dict, list, tuple, deque, set, frozenset))
+    return isinstance(value, _COLLECTIONS)
+
+
+def plain_kind(collection: Any) -> Any:
+    """Python's own kind of a collection, whose methods give what it holds: those of the user's kind may compute it.
+
+    An OrderedDict keeps its order beside the dict that it is, so that methods of the latter break it.
+    """
+    return next(kind for kind in _COLLECTIONS if isinstance(collection, kind))
 
 
 def is_data(value: Any) -> bool:
@@ -64,8 +73,7 @@ def is_data(value: Any) -> bool:
 
     Its items are not looked at one by one, which would take seconds. That it is another one, or has other items, is noticed.
     """
-    kind: Any = next((kind for kind in (list, dict, set) if isinstance(value, kind)), None)
-    return kind is not None and kind.__len__(value) > _MANY  # not the user's own ``__len__``
+    return isinstance(value, (list, dict, set)) and plain_kind(value).__len__(value) > _MANY
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:

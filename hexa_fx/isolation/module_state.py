@@ -37,12 +37,13 @@ class ModuleSnapshot:
         self._contents = Contents(holders)
         self._before: dict[int, dict[Any, Any]] = {id(held): held.copy() for _, held, _ in holders if held}
         buffers = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
-        held = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
+        values = [*self.values()]
+        held = {id(v): v for v in values if type(v) is torch.Tensor and _is_store(v)}
         self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]
         self._stores = [(tensor, tensor.detach().clone()) for tensor in held.values()]
         arrays = sys.modules["numpy"].ndarray if "numpy" in sys.modules else ()
-        self._arrays = [(v, v.copy()) for v in self.values() if isinstance(v, arrays) and v.size <= _SMALL]
-        self._generators = [(v, v.get_state()) for v in self.values() if isinstance(v, torch.Generator)]
+        self._arrays = [(v, v.copy()) for v in values if isinstance(v, arrays) and v.size <= _SMALL]
+        self._generators = [(v, v.get_state()) for v in values if isinstance(v, torch.Generator)]
         self._without_graph = [t for t, _ in (*self._values, *self._stores) if not t.requires_grad and t._base is None]
 
     def before(self, held: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,9 +239,10 @@ def _plain_contents(label: str, holder: Any) -> Iterable[tuple[str, Any]]:
 
 def _leaves(label: str, value: Any) -> Iterable[tuple[str, Any]]:
     """The tensors, numbers and texts in a value, and how it is made of them; of data, how much there is."""
-    if type(value) in (list, tuple, dict, torch.Size):
-        counted = ((label, f"{len(value)} in a {type(value).__name__}"),)
-        yield from counted if is_data(value) else _plain_contents(label, value)
+    if type(value) in (list, dict) and is_data(value):
+        yield label, f"{len(value)} in a {type(value).__name__}"
+    elif type(value) in (list, tuple, dict, torch.Size):
+        yield from _plain_contents(label, value)
     elif isinstance(value, _PLAIN):
         yield label, value
     elif value is None:

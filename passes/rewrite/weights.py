@@ -62,7 +62,8 @@ class WeightEmitter:
     def emit(self, body: ExpertBody) -> _Weights:
         """Of a whole layer; w3 where up is a tensor of its own."""
         weights, glu = self._first(body)
-        down = self._read("hexa_w2", [body.down.base], number := len(body.down.matrices))
+        number = len(body.down.matrices)
+        down = self._read("hexa_w2", [body.down.base], number)
         if len(body.gate.matrices) > number:  # storage of experts that have no second projection
             for name in ("w1", "w3"):
                 if (node := weights.get(name)) is not None:
